@@ -1,13 +1,14 @@
-"""Builds the extension ``tpkernels._C``; everything else about the package is in pyproject.toml.
+"""Build the extension ``tpkernels._C``. The package metadata is in pyproject.toml.
 
-The extension holds no torch headers, so one build serves every torch version, and no
-``-march`` flag, so one build serves every x86-64 machine: vector units are chosen at run time.
+The extension includes no torch headers, so one build works with every torch version. It is compiled
+without ``-march``, so one build works on every x86-64 machine. It selects vector instructions at
+run time.
 
-Where there is nvcc (CUDA_HOME, PATH, /usr/local/cuda) the CUDA kernels are compiled into it; where
-there is none, or with TPKERNELS_CUDA=0 in the environment, NVRTC compiles them at first use.
+If nvcc is available (CUDA_HOME, PATH, /usr/local/cuda), the extension contains the compiled CUDA
+kernels. Otherwise, or with TPKERNELS_CUDA=0 in the environment, NVRTC compiles them at first use.
 
-What has been compiled is kept in build/, or in the folder TPKERNELS_BUILD, which several trees of
-the same sources, as a checkout and what was unpacked from its source archive, may share.
+Build outputs are cached in build/ or in the folder TPKERNELS_BUILD. Several trees with the same
+sources, such as a checkout and an unpacked sdist, can share that folder.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
-# Files that include pybind11 are compiled together: its headers take 8 s in each translation unit.
+# Files that include pybind11 are compiled together: its headers cost 8 s per translation unit.
 UNITS = {
     "unit_calls": sorted(Path("csrc/calls").glob("*.cpp")),
     "unit_bindings": [Path("csrc", name, "bindings.cpp") for name in ("", "cuda", "host", "nccl")],
@@ -36,7 +37,7 @@ SOURCES = sorted(
 )
 HEADERS = sorted(str(path) for glob in ("*.h", "*.inc") for path in Path("csrc").rglob(glob))
 
-# What NVRTC needs of csrc/; what includes the others comes last.
+# Sources for NVRTC. A file precedes the files that include it.
 DEVICE_CODE = ["arguments.h", "device.cuh", "sync.cuh", "reduce.cuh", "all_reduce.cuh"]
 DEVICE_CODE += [
     "shards.cuh",
@@ -57,21 +58,24 @@ def find_nvcc() -> str | None:
     if os.environ.get("TPKERNELS_CUDA") == "0":
         return None
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
-    places = [str(Path(home, "bin", "nvcc")) for home in homes if home]
-    places += ["nvcc", "/usr/local/cuda/bin/nvcc"]
-    return next(filter(None, map(shutil.which, places)), None)
+    candidates = [str(Path(home, "bin", "nvcc")) for home in homes if home]
+    candidates += ["nvcc", "/usr/local/cuda/bin/nvcc"]
+    return next(filter(None, map(shutil.which, candidates)), None)
 
 
 def compile_kernels(folder: Path) -> tuple[bytes, str]:
-    """(fat binary, what it holds) of the CUDA kernels; nothing where there is no nvcc."""
+    """Compile the CUDA kernels. Returns the fat binary and its description, or empty values
+    without nvcc."""
     nvcc = find_nvcc()
     if nvcc is None:
         return b"", ""
-    known = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True)
-    found = [arch for arch in ARCHITECTURES if f"compute_{arch}" in known.stdout.split()]
-    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in found[:-1]]
-    # The last one's PTX too, for newer GPUs.
-    targets.append(f"-gencode=arch=compute_{found[-1]},code=[sm_{found[-1]},compute_{found[-1]}]")
+    supported = subprocess.run(
+        [nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True
+    )
+    archs = [arch for arch in ARCHITECTURES if f"compute_{arch}" in supported.stdout.split()]
+    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs[:-1]]
+    # The last architecture also gets PTX, for newer GPUs.
+    targets.append(f"-gencode=arch=compute_{archs[-1]},code=[sm_{archs[-1]},compute_{archs[-1]}]")
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     state = hashlib.sha256(f"{version} {NVCC_FLAGS} {targets}".encode())
     for name in DEVICE_CODE:
@@ -83,34 +87,34 @@ def compile_kernels(folder: Path) -> tuple[bytes, str]:
         subprocess.run([*command, str(unfinished)], check=True)
         unfinished.rename(target)
     release = re.search(r"release ([\d.]+)", version)
-    names = [f"sm_{arch}" for arch in found] + [f"compute_{found[-1]}"]
+    names = [f"sm_{arch}" for arch in archs] + [f"compute_{archs[-1]}"]
     return target.read_bytes(), f"{' '.join(names)}, nvcc {release[1] if release else '?'}"
 
 
 def write_image(folder: Path) -> str:
-    """Writes csrc/cuda/kernels.h's embedded_image(): the fat binary and the sources."""
+    """Write the definition of embedded_image() (csrc/cuda/kernels.h): fat binary and sources."""
     folder.mkdir(parents=True, exist_ok=True)
-    fatbin, holds = compile_kernels(folder)
+    fatbin, description = compile_kernels(folder)
     numbers = ",".join(map(str, fatbin or b"\0"))
     sources = ",\n".join(
         f'{{"cuda/{name}", R"cuda({Path("csrc/cuda", name).read_text()})cuda"}}'
         for name in DEVICE_CODE
     )
-    text = (
+    source = (
         '// Written by setup.py.\n#include "cuda/kernels.h"\n\n'
         f"alignas(16) static const unsigned char kBytes[] = {{{numbers}}};\n\n"
         "const tpkernels::cuda::Image& tpkernels::cuda::embedded_image() {\n"
-        f'  static const Image image{{kBytes, {len(fatbin)}, "{holds}", {{{sources}}}}};\n'
+        f'  static const Image image{{kBytes, {len(fatbin)}, "{description}", {{{sources}}}}};\n'
         "  return image;\n}\n"
     )
-    return write(folder / "image.cpp", text)
+    return write(folder / "image.cpp", source)
 
 
-def write(target: Path, text: str) -> str:
-    """Write a source file, unless it has this text already; return its path."""
-    if not target.exists() or target.read_text() != text:
+def write(target: Path, source: str) -> str:
+    """Write a source file, unless it is up to date. Returns its path."""
+    if not target.exists() or target.read_text() != source:
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text)
+        target.write_text(source)
     return str(target)
 
 
@@ -121,8 +125,8 @@ def write_unit(name: str) -> str:
 
 
 class BuildExt(build_ext):
-    """Keeps object files in one place, so that every kind of build (editable, in place, wheel)
-    compiles only what changed."""
+    """Share the object files between all kinds of builds (editable, in place, wheel), so that a
+    build recompiles only changed files."""
 
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -135,8 +139,8 @@ class BuildExt(build_ext):
 
 
 def needs_recompile(obj: str, src: str) -> bool:
-    built, parts = Path(obj).stat().st_mtime, UNITS.get(Path(src).stem, [])
-    return any(Path(path).stat().st_mtime > built for path in (src, *parts, __file__, *HEADERS))
+    built, included = Path(obj).stat().st_mtime, UNITS.get(Path(src).stem, [])
+    return any(Path(path).stat().st_mtime > built for path in (src, *included, __file__, *HEADERS))
 
 
 extension = Pybind11Extension(
@@ -145,7 +149,8 @@ extension = Pybind11Extension(
     depends=[*(str(path) for path in Path("csrc").rglob("*.*")), "setup.py"],
     include_dirs=["csrc"],
     cxx_std=17,
-    # And -fvisibility=hidden -g0. All vector units round products and sums alike.
+    # pybind11 adds -fvisibility=hidden -g0. Without FMA contraction all vector instruction sets
+    # round identically.
     extra_compile_args=["-O3", "-Wall", "-Wextra", "-pthread", "-ffp-contract=off"],
     extra_link_args=["-pthread", "-ldl"],  # dlopen is in libc from glibc 2.34 on
 )

@@ -1,12 +1,12 @@
-"""Time calls of the ops on tensors so small that the time is the call's own.
+"""Time calls of the ops on tensors so small that the call overhead dominates.
 
     python -m benchmarks.calls --world 1
     python -m benchmarks.calls --world 2 --repeat 60
 
-Each variant is timed in turn, 100 calls at a time, under ``torch.no_grad``. Prints the lower decile
-of a call in us, on rank 0. `function` is the public function, `X` and `_X` are the overloads of
-``torch.ops.tpkernels``, and `empty` is an op of the same schema that does nothing. With one rank
-nothing is exchanged.
+Interleaves the variants, 100 calls each, under ``torch.no_grad``. Prints the lower decile of the
+time per call on rank 0 in us. `function` is the public function, `X` and `_X` are the overloads of
+``torch.ops.tpkernels``, and `empty` is an op with the same schema and no work. A single rank does
+not communicate.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tpkernels.launch import Ranks
 CALLS = 100
 
 
-def variants() -> dict[str, Callable[[], object]]:
+def make_variants() -> dict[str, Callable[[], object]]:
     group, ops = dist.group.WORLD, torch.ops.tpkernels
     assert group is not None
     name = group.group_name
@@ -36,8 +36,8 @@ def variants() -> dict[str, Callable[[], object]]:
     library.impl("empty", lambda *_: None, "CPU")
     library.impl("empty", torch.library.fallthrough_kernel, "Autograd")
     empty = torch.ops.calls.empty.default
-    made: dict[str, Callable[[], object]] = {
-        "empty": lambda: library and empty(x, name),  # the library lives as long
+    variants: dict[str, Callable[[], object]] = {
+        "empty": lambda: library and empty(x, name),  # keeps the library alive
         "all_reduce_ function": lambda: tpkernels.all_reduce_(x, group),
         "all_reduce_ X": lambda: ops.all_reduce_.default(x, name),
         "all_reduce_ _X": lambda: ops._all_reduce_.default(x, name),
@@ -49,12 +49,12 @@ def variants() -> dict[str, Callable[[], object]]:
         "all_gather_matmul X": lambda: ops.all_gather_matmul.default(row, [w, w], name),
         "torch.mm": lambda: torch.mm(row, w),
     }
-    return made
+    return variants
 
 
 def measure(repeat: int) -> dict[str, float]:
     torch.set_num_threads(1)
-    calls = variants()
+    calls = make_variants()
     times: dict[str, list[float]] = {name: [] for name in calls}
     with torch.no_grad():
         for _ in range(repeat):
@@ -65,7 +65,7 @@ def measure(repeat: int) -> dict[str, float]:
                 for _ in range(CALLS):
                     call()
                 times[name].append((time.perf_counter() - start) / CALLS * 1e6)
-    return {name: statistics.quantiles(each, n=10)[0] for name, each in times.items()}
+    return {name: statistics.quantiles(samples, n=10)[0] for name, samples in times.items()}
 
 
 def main() -> None:

@@ -2,8 +2,7 @@
 
     python -m benchmarks.chart results/bench.jsonl docs/images/ops.svg
 
-draws a result of `tpkernels bench`: the exposed communication of each op, over its sizes. Needs
-matplotlib.
+draws a result of `tpkernels bench`: the exposed communication of each op by size. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from tpkernels.bench.results import by_case, load
+from tpkernels.bench.results import group_by_case, load
 
 WIDTH, LABELS, BAR, GAP = 560, 150, 22, 6
 TEXT, OURS, OTHERS = "#767676", "#e8590c", "#8a94a0"
@@ -24,32 +23,32 @@ OPS = {  # color and label of each variant in a result of `tpkernels bench`
 }
 
 
-def bars(
+def draw_bars(
     title: str,
     groups: Mapping[str, Mapping[str, float]],
     names: Mapping[str, str],
     ours: Collection[str],
 ) -> str:
-    """Return an SVG with a bar for each value of each group.
+    """Return an SVG with one bar per value, in groups.
 
     Args:
-        title: above the chart.
-        groups: by group's name, speed-ups by key; the first of each is the baseline, 1.0.
-        names: what to print for a key.
-        ours: keys whose bars stand out.
+        title: heading of the chart.
+        groups: maps a group name to its speed-ups by key. The first speed-up is the baseline, 1.0.
+        names: maps a key to its label.
+        ours: keys of the highlighted bars.
     """
     longest = max(value for group in groups.values() for value in group.values())
     scale = (WIDTH - LABELS - 60) / longest
-    lines, y = [_text(10, 24, title, "bold")], 48
+    lines, y = [_draw_text(10, 24, title, "bold")], 48
     for group, values in groups.items():
-        lines.append(_text(10, y + 14, group, "bold"))
+        lines.append(_draw_text(10, y + 14, group, "bold"))
         y += BAR
         for key, value in values.items():
             weight, colour = ("bold", OURS) if key in ours else ("normal", OTHERS)
             size = f'x="{LABELS}" y="{y}" width="{scale * value:.1f}" height="{BAR - 4}"'
-            lines.append(_text(LABELS - 10, y + 14, names[key], weight, "end"))
+            lines.append(_draw_text(LABELS - 10, y + 14, names[key], weight, "end"))
             lines.append(f'<rect {size} rx="2" fill="{colour}"/>')
-            lines.append(_text(LABELS + scale * value + 8, y + 14, f"{value:.2f}x", weight))
+            lines.append(_draw_text(LABELS + scale * value + 8, y + 14, f"{value:.2f}x", weight))
             y += BAR
         y += GAP * 2
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" width="{WIDTH}"'
@@ -57,17 +56,18 @@ def bars(
     return "\n".join([f"{head} {style}>", f"<title>{escape(title)}</title>", *lines, "</svg>\n"])
 
 
-def _text(x: float, y: float, text: str, weight: str, anchor: str = "start") -> str:
-    place = f'x="{x:.1f}" y="{y}" font-weight="{weight}" text-anchor="{anchor}"'
-    return f"<text {place}>{escape(text)}</text>"
+def _draw_text(x: float, y: float, label: str, weight: str, anchor: str = "start") -> str:
+    attributes = f'x="{x:.1f}" y="{y}" font-weight="{weight}" text-anchor="{anchor}"'
+    return f"<text {attributes}>{escape(label)}</text>"
 
 
-def exposed_communication(source: Path, target: Path) -> None:
-    """Draw the time of each op in a `bench.jsonl` beyond the local matmul, in percent of it."""
+def draw_exposed_communication(source: Path, target: Path) -> None:
+    """Draw the exposed communication of each op in a `bench.jsonl`: the time of the op minus the
+    time of the local matmul, in percent of the local matmul."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    cases = [case for case in by_case(load(source)[1]).values() if "local_matmul" in case]
+    cases = [case for case in group_by_case(load(source)[1]).values() if "local_matmul" in case]
     ops = list(dict.fromkeys(next(iter(case.values())).op for case in cases))
     keys = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
     style = {"svg.fonttype": "none", "svg.hashsalt": "tpkernels", "font.size": 11}
@@ -79,10 +79,10 @@ def exposed_communication(source: Path, target: Path) -> None:
         ):
             shown = [case for case in cases if case["auto"].op == op]
             for i, (name, (color, label)) in enumerate(OPS.items()):
-                at = [x + 0.27 * (i - 1) for x in range(len(shown))]
+                positions = [x + 0.27 * (i - 1) for x in range(len(shown))]
                 exposed = [100 / case[name].speedup["local_matmul"][1] - 100 for case in shown]
-                drawn = axes.bar(at, exposed, 0.25, color=color, label=label)
-                axes.bar_label(drawn, fmt="{:.0f}", fontsize=9, padding=1)
+                container = axes.bar(positions, exposed, 0.25, color=color, label=label)
+                axes.bar_label(container, fmt="{:.0f}", fontsize=9, padding=1)
             shapes = [case["auto"].shape or [] for case in shown]
             axes.set_title(op, fontweight="bold", fontsize=11, color=TEXT)
             axes.set_xticks(range(len(shapes)), [str(m) for m, *_ in shapes])
@@ -94,4 +94,4 @@ def exposed_communication(source: Path, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    exposed_communication(*map(Path, sys.argv[1:]))
+    draw_exposed_communication(*map(Path, sys.argv[1:]))

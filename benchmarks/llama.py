@@ -18,10 +18,10 @@
     experts        `packed` with expert parallelism (``expert_parallel=True``)
     plain_experts  `experts` without packed weights
 
-The part after a colon selects the experts implementation of transformers. All processes stay alive,
-and run in turn. Weights are random bfloat16, and decoding is greedy. Prints medians of the prefill
-of 512 tokens and, at each batch size, of `generate` with a short prompt. With --compile it prints
-forwards of 1, 8 and 512 tokens. --chart draws the speed-ups as bars.
+A suffix after a colon selects the experts implementation of transformers. All processes stay alive,
+and their runs are interleaved. Weights are random bfloat16, and decoding is greedy. Prints medians
+of the prefill of 512 tokens and, at each batch size, of `generate` with a short prompt. With
+--compile it prints forwards of 1, 8 and 512 tokens. --chart draws the speed-ups as bars.
 """
 
 from __future__ import annotations
@@ -46,14 +46,18 @@ from torch.distributed.tensor.parallel import (
 )
 
 import tpkernels
-from benchmarks.chart import bars
+from benchmarks.chart import draw_bars
 from tpkernels.launch import Ranks
 
 PREFILL, PROMPT, FORWARDS = 512, 32, (1, 8, 512)
 SETUPS = ("threads", "thread", "torch", "transformers", "ranks", "packed", "prefill", "both")
 EXPERTS = (
     *("experts", "plain_experts"),
-    *(f"{how}:{by}" for how in ("threads", "transformers") for by in ("eager", "grouped_mm")),
+    *(
+        f"{setup}:{implementation}"
+        for setup in ("threads", "transformers")
+        for implementation in ("eager", "grouped_mm")
+    ),
 )
 _FIELDS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -69,7 +73,7 @@ NAMES = {
 SIZES = {
     "100m": dict(zip(_FIELDS, (1024, 2816, 8, 16, 8, 8192), strict=True)),
     "1b": dict(zip(_FIELDS, (2048, 5632, 22, 32, 4, 32000), strict=True)),  # TinyLlama-1.1B
-    # 440M parameters each: 8 experts, of which a token takes 2; and 8 of 64
+    # 440M parameters each; top 2 of 8 experts, and top 8 of 64
     "mixtral": dict(zip(_FIELDS, (1024, 2048, 8, 16, 8, 8192), strict=True)),
     "qwen3_moe": {
         **dict(zip(_FIELDS, (1024, 2816, 8, 16, 8, 8192), strict=True)),
@@ -77,17 +81,17 @@ SIZES = {
         **{"norm_topk_prob": True, "head_dim": 64},
     },
 }
-_models: dict[str, Any] = {}  # of this process
+_models: dict[str, Any] = {}  # loaded in this process
 
 
 def save(size: str, folder: str, layers: int | None = None) -> None:
-    """Writes the model with random weights in bf16."""
+    """Save the model with random bfloat16 weights."""
     import transformers
 
     torch.manual_seed(0)
     fields = SIZES[size] if layers is None else {**SIZES[size], "num_hidden_layers": layers}
-    kind = size if size in ("mixtral", "qwen3_moe") else "llama"
-    config = transformers.AutoConfig.for_model(kind, **fields, max_position_embeddings=2048)
+    model_type = size if size in ("mixtral", "qwen3_moe") else "llama"
+    config = transformers.AutoConfig.for_model(model_type, **fields, max_position_embeddings=2048)
     config.dtype = torch.bfloat16
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
@@ -97,35 +101,35 @@ def save(size: str, folder: str, layers: int | None = None) -> None:
     model.save_pretrained(folder, max_shard_size="300MB")
 
 
-def make(how: str, folder: str, compiled: bool) -> None:
-    """The model as this process has it: whole, or its shard of it."""
+def load_model(setup: str, folder: str, compiled: bool) -> None:
+    """Load the full model or the local shard, depending on the setup."""
     import transformers
 
     load = transformers.AutoModelForCausalLM.from_pretrained
-    how = how.partition(":")[0]
-    if how in _models:
+    setup = setup.partition(":")[0]
+    if setup in _models:
         return
-    if how in ("threads", "thread"):
+    if setup in ("threads", "thread"):
         model = load(folder, dtype=torch.bfloat16)
-    elif how == "transformers":
+    elif setup == "transformers":
         model = load(folder, dtype=torch.bfloat16, tp_plan="auto")
-    elif how == "torch":
+    elif setup == "torch":
         model = load(folder, dtype=torch.bfloat16)
-        _split_by_torch(model)
+        _parallelize_with_torch(model)
     else:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-        rows = "prefill" if how in ("prefill", "both") else False
+        sequence_parallel = "prefill" if setup in ("prefill", "both") else False
         model = tpkernels.from_pretrained(
             folder,
             mesh,
-            sequence_parallel=rows,
-            pack=how in ("packed", "both", "experts"),
-            expert_parallel=how.endswith("experts"),
+            sequence_parallel=sequence_parallel,
+            pack=setup in ("packed", "both", "experts"),
+            expert_parallel=setup.endswith("experts"),
         )
-    _models[how] = torch.compile(model.eval()) if compiled else model.eval()
+    _models[setup] = torch.compile(model.eval()) if compiled else model.eval()
 
 
-def _split_by_torch(model: torch.nn.Module) -> None:
+def _parallelize_with_torch(model: torch.nn.Module) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     columns, rows = ColwiseParallel(), RowwiseParallel()
     plan = {
@@ -133,7 +137,9 @@ def _split_by_torch(model: torch.nn.Module) -> None:
         **{"mlp.gate_proj": columns, "mlp.up_proj": columns},
         **{"self_attn.o_proj": rows, "mlp.down_proj": rows},
     }
-    parallelize_module(model, mesh, {f"model.layers.*.{name}": each for name, each in plan.items()})
+    parallelize_module(
+        model, mesh, {f"model.layers.*.{name}": style for name, style in plan.items()}
+    )
     head = ColwiseParallel(output_layouts=Replicate())
     parallelize_module(model, mesh, {"lm_head": head})
 
@@ -150,23 +156,25 @@ def _tokens(batch: int, length: int) -> torch.Tensor:
     return torch.randint(0, 8192, (batch, length), generator=generator)
 
 
-def once(how: str, new: int, compiled: bool, batches: list[int]) -> dict[str, float]:
-    """Milliseconds of a forward, and tokens per second of `generate`."""
-    how, _, implementation = how.partition(":")
-    model, found = _models[how], {}
+def measure_once(
+    setup: str, new_tokens: int, compiled: bool, batches: list[int]
+) -> dict[str, float]:
+    """Return the milliseconds of a forward and the tokens per second of `generate`."""
+    setup, _, implementation = setup.partition(":")
+    model, results = _models[setup], {}
     if implementation:
         model.set_experts_implementation(implementation)
     with torch.inference_mode():
         for length in FORWARDS if compiled else (PREFILL,):
             ids = _tokens(1, length)
             seconds = _seconds(functools.partial(model, ids, use_cache=False))
-            found[f"forward of {length}, ms"] = 1e3 * seconds
+            results[f"forward of {length}, ms"] = 1e3 * seconds
         for batch in () if compiled else batches:
-            options = {"do_sample": False, "pad_token_id": 0, "min_new_tokens": new}
+            options = {"do_sample": False, "pad_token_id": 0, "min_new_tokens": new_tokens}
             ids = _tokens(batch, PROMPT)
-            run = functools.partial(model.generate, ids, max_new_tokens=new, **options)
-            found[f"decode, batch {batch}, tokens/s"] = batch * new / _seconds(run)
-    return found
+            run = functools.partial(model.generate, ids, max_new_tokens=new_tokens, **options)
+            results[f"decode, batch {batch}, tokens/s"] = batch * new_tokens / _seconds(run)
+    return results
 
 
 def main() -> None:
@@ -198,43 +206,51 @@ def main() -> None:
     args = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as folder,
-        Ranks(1, threads=args.nproc) as whole,
-        Ranks(1, threads=1) as single,
+        Ranks(1, threads=args.nproc) as multi_threaded,
+        Ranks(1, threads=1) as single_threaded,
         Ranks(args.nproc, threads=1) as ranks,
     ):
-        single.run(save, args.size, folder, timeout=600)
+        single_threaded.run(save, args.size, folder, timeout=600)
         processes = {
-            how: {"threads": whole, "thread": single}.get(how.partition(":")[0], ranks)
-            for how in args.setups
+            setup: {"threads": multi_threaded, "thread": single_threaded}.get(
+                setup.partition(":")[0], ranks
+            )
+            for setup in args.setups
         }
-        for how, each in processes.items():
-            each.run(make, how, folder, args.compile, timeout=600)
-        found: dict[str, list[dict[str, float]]] = {how: [] for how in processes}
+        for setup, process in processes.items():
+            process.run(load_model, setup, folder, args.compile, timeout=600)
+        results: dict[str, list[dict[str, float]]] = {setup: [] for setup in processes}
         for repetition in range(args.warmup + args.repeat):
-            for how, each in processes.items():
-                options = how, args.tokens, args.compile, args.batches
-                result = each.run(once, *options, timeout=600)[0]
+            for setup, process in processes.items():
+                options = setup, args.tokens, args.compile, args.batches
+                result = process.run(measure_once, *options, timeout=600)[0]
                 if repetition >= args.warmup:
-                    found[how].append(result)
+                    results[setup].append(result)
     speedups: dict[str, dict[str, float]] = {}
-    for what in next(iter(found.values()))[0]:
-        medians = {how: statistics.median(one[what] for one in found[how]) for how in found}
+    for metric in next(iter(results.values()))[0]:
+        medians = {
+            setup: statistics.median(sample[metric] for sample in results[setup])
+            for setup in results
+        }
         base = next(iter(medians.values()))
-        speedups[what] = {
-            how: base / value if what.endswith("ms") else value / base
-            for how, value in medians.items()
+        speedups[metric] = {
+            setup: base / value if metric.endswith("ms") else value / base
+            for setup, value in medians.items()
         }
         print(
-            what,
-            *(f"{how} {medians[how]:.1f} ({speedups[what][how]:.2f}x)" for how in medians),
+            metric,
+            *(
+                f"{setup} {medians[setup]:.1f} ({speedups[metric][setup]:.2f}x)"
+                for setup in medians
+            ),
             sep="; ",
         )
     if args.chart is not None:
-        names = {how: NAMES.get(how, f"tpkernels, {how}") for how in processes}
+        names = {setup: NAMES.get(setup, f"tpkernels, {setup}") for setup in processes}
         title = f"Llama, {args.size.upper()} parameters, bf16: speed-up over {args.nproc} threads"
-        groups = {what.rpartition(",")[0]: ratios for what, ratios in speedups.items()}
+        groups = {metric.rpartition(",")[0]: ratios for metric, ratios in speedups.items()}
         args.chart.write_text(
-            bars(title, groups, names, ours={"ranks", "packed", "prefill", "both"})
+            draw_bars(title, groups, names, ours={"ranks", "packed", "prefill", "both"})
         )
 
 

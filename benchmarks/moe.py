@@ -7,10 +7,10 @@ The experts of transformers run tensor-parallel over gloo on the same ranks, and
 as many threads. A third baseline is expert-parallel, with two ``all_to_all_single`` over gloo. For
 transformers the fastest of ``grouped_mm``, ``batched_mm`` (few tokens) and eager counts.
 
-All variants run in turn, in random order. A time is the median over the turns, of the slowest rank.
-The weights of several layers are used in turn, more than the caches hold, as in a model. Results
-are first compared with the eager experts in one process. ``--memory`` prints the largest memory
-growth of a rank in its first call with many tokens.
+Results are first compared with the eager experts in one process. Then all variants run interleaved,
+in random order. A time is the median over the repetitions on the slowest rank. Calls cycle through
+the weights of several layers, more than the caches hold, as in a model. ``--memory`` prints the
+largest memory growth of a rank in its first call with many tokens.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from tpkernels.nn import MoE, pack_
 
 SHAPES = ((1, 1024, 8, 2, 1024), (64, 1024, 8, 2, 1024), (2048, 1024, 8, 2, 1024))
 LAYERS = 6
-CALLS, MANY = 10, 1000  # calls of a layer in a turn, with fewer than so many tokens
+CALLS, MANY_TOKENS = 10, 1000  # CALLS per layer and repetition below MANY_TOKENS, else 1
 OURS = ("width", "experts")
-FEW = 16  # tokens up to which batched_mm is tried: it copies the weights of each route
+MAX_BATCHED_MM_TOKENS = 16  # batched_mm copies the weights of every assignment
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def experts_of(hidden: int, experts: int, width: int) -> Any:
-    """Return transformers' experts with random weights in bf16, the same on all ranks."""
+def make_experts(hidden: int, experts: int, width: int) -> Any:
+    """Make transformers experts with random bf16 weights, identical on all ranks."""
     config = MixtralConfig(
         hidden_size=hidden, intermediate_size=width, num_local_experts=experts, hidden_act="silu"
     )
@@ -51,19 +51,22 @@ def experts_of(hidden: int, experts: int, width: int) -> Any:
     return module
 
 
-def narrowed(whole: Any, rank: int, world: int) -> Any:
-    """Return transformers' experts with this rank's width of each."""
-    width = whole.intermediate_dim // world
-    part = experts_of(whole.hidden_dim, whole.num_experts, width)
-    mine = slice(rank * width, (rank + 1) * width)
-    gate, up = whole.gate_up_proj.chunk(2, 1)
-    part.gate_up_proj.copy_(torch.cat([gate[:, mine], up[:, mine]], 1))
-    part.down_proj.copy_(whole.down_proj[:, :, mine])
-    return part
+def shard_experts(full: Any, rank: int, world: int) -> Any:
+    """Make transformers experts with the local slice of the intermediate size."""
+    width = full.intermediate_dim // world
+    shard = make_experts(full.hidden_dim, full.num_experts, width)
+    local = slice(rank * width, (rank + 1) * width)
+    gate, up = full.gate_up_proj.chunk(2, 1)
+    shard.gate_up_proj.copy_(torch.cat([gate[:, local], up[:, local]], 1))
+    shard.down_proj.copy_(full.down_proj[:, :, local])
+    return shard
 
 
-def named(module: Any, implementation: str, reduce: bool) -> Experts:
-    """Return transformers' experts by one of its implementations, summed over the ranks or not."""
+def bind_implementation(module: Any, implementation: str, reduce: bool) -> Experts:
+    """Return a call of transformers experts with an experts implementation of transformers.
+
+    ``reduce`` adds an all-reduce of the outputs.
+    """
 
     def run(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         module.config._experts_implementation = implementation
@@ -75,88 +78,100 @@ def named(module: Any, implementation: str, reduce: bool) -> Experts:
     return run
 
 
-def by_all_to_all(whole: Any) -> Experts:
-    """Return transformers' experts split whole over the ranks: tokens go to them and come back by
-    ``all_to_all_single``."""
+def make_all_to_all(full: Any) -> Experts:
+    """Return a call of transformers experts with expert parallelism over ``all_to_all_single``."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    held = whole.num_experts // world
-    mine = range(rank * held, (rank + 1) * held)
+    experts_per_rank = full.num_experts // world
+    local = range(rank * experts_per_rank, (rank + 1) * experts_per_rank)
 
-    def exchange(rows: torch.Tensor, left: list[int], arrived: list[int]) -> torch.Tensor:
-        out = rows.new_empty(sum(arrived), *rows.shape[1:])
-        dist.all_to_all_single(out, rows, arrived, left)
+    def exchange(
+        rows: torch.Tensor, send_counts: list[int], receive_counts: list[int]
+    ) -> torch.Tensor:
+        out = rows.new_empty(sum(receive_counts), *rows.shape[1:])
+        dist.all_to_all_single(out, rows, receive_counts, send_counts)
         return out
 
     def run(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         sizes = tpkernels.shard_sizes(len(x), world)
-        own, k = slice(sum(sizes[:rank]), sum(sizes[: rank + 1])), ids.shape[1]
-        experts = ids[own].flatten()
+        local_rows, k = slice(sum(sizes[:rank]), sum(sizes[: rank + 1])), ids.shape[1]
+        experts = ids[local_rows].flatten()
         order = experts.argsort()
-        left = torch.bincount(experts // held, minlength=world)
-        arrived = torch.empty_like(left)
-        dist.all_to_all_single(arrived, left)
-        counts = left.tolist(), arrived.tolist()
-        rows = exchange(x[own][order // k], *counts)
-        arrived_experts = exchange(experts[order], *counts)
-        made = torch.empty_like(rows)
-        for expert in mine:
-            here = arrived_experts == expert
-            gate, up = (rows[here] @ whole.gate_up_proj[expert].t()).chunk(2, -1)
-            made[here] = (whole.act_fn(gate) * up) @ whole.down_proj[expert].t()
-        by_route = torch.empty_like(x[:1].expand(len(order), -1).contiguous())
-        by_route[order] = exchange(made, *reversed(counts))
-        sums = (by_route.view(-1, k, x.shape[1]) * weights[own][..., None]).sum(1).to(x.dtype)
-        parts = [x.new_empty(max(sizes), x.shape[1]) for _ in sizes]
-        dist.all_gather(parts, F.pad(sums, (0, 0, 0, max(sizes) - len(sums))))
-        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+        send_counts = torch.bincount(experts // experts_per_rank, minlength=world)
+        receive_counts = torch.empty_like(send_counts)
+        dist.all_to_all_single(receive_counts, send_counts)
+        counts = send_counts.tolist(), receive_counts.tolist()
+        rows = exchange(x[local_rows][order // k], *counts)
+        received_experts = exchange(experts[order], *counts)
+        outputs = torch.empty_like(rows)
+        for expert in local:
+            selected = received_experts == expert
+            gate, up = (rows[selected] @ full.gate_up_proj[expert].t()).chunk(2, -1)
+            outputs[selected] = (full.act_fn(gate) * up) @ full.down_proj[expert].t()
+        per_assignment = torch.empty_like(x[:1].expand(len(order), -1).contiguous())
+        per_assignment[order] = exchange(outputs, *reversed(counts))
+        sums = (
+            (per_assignment.view(-1, k, x.shape[1]) * weights[local_rows][..., None])
+            .sum(1)
+            .to(x.dtype)
+        )
+        shards = [x.new_empty(max(sizes), x.shape[1]) for _ in sizes]
+        dist.all_gather(shards, F.pad(sums, (0, 0, 0, max(sizes) - len(sums))))
+        return torch.cat([shard[:size] for shard, size in zip(shards, sizes, strict=True)])
 
     return run
 
 
-def ways(whole: Any, tokens: int) -> dict[str, Experts]:
-    """Return what is timed, by name; "alone" in the name: on rank 0, with all threads."""
+def make_variants(full: Any, tokens: int) -> dict[str, Experts]:
+    """Return the timed variants by name. Names with "alone" run on rank 0 with all threads."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    part = narrowed(whole, rank, world)
+    shard = shard_experts(full, rank, world)
     layers: dict[str, Experts] = {}
     for expert_parallel in (False, True):
-        layer = MoE.from_experts(whole, dist.group.WORLD, expert_parallel=expert_parallel)
+        layer = MoE.from_experts(full, dist.group.WORLD, expert_parallel=expert_parallel)
         layers["experts" if expert_parallel else "width"] = pack_(layer, drop=True)
-    implementations = ["grouped_mm", "eager", *(["batched_mm"] if tokens <= FEW else [])]
+    implementations = [
+        "grouped_mm",
+        "eager",
+        *(["batched_mm"] if tokens <= MAX_BATCHED_MM_TOKENS else []),
+    ]
     for name in implementations:
-        layers[f"gloo {name}"] = named(part, name, reduce=True)
-        layers[f"alone {name}"] = named(whole, name, reduce=False)
-    layers["all-to-all"] = by_all_to_all(whole)
+        layers[f"gloo {name}"] = bind_implementation(shard, name, reduce=True)
+        layers[f"alone {name}"] = bind_implementation(full, name, reduce=False)
+    layers["all-to-all"] = make_all_to_all(full)
     return layers
 
 
-def growth(way: str) -> float:
-    """Return the MiB by which a rank grows at most in the first call with many tokens."""
+def measure_memory(variant: str) -> float:
+    """Return the largest memory growth of a rank in its first call with many tokens, in MiB."""
 
-    def resident(what: str) -> int:
+    def resident(field: str) -> int:
         with open("/proc/self/status") as status:
-            return next(int(line.split()[1]) for line in status if line.startswith(what))
+            return next(int(line.split()[1]) for line in status if line.startswith(field))
 
     tokens, hidden, experts, k, width = SHAPES[-1]
     torch.manual_seed(0)
-    layer = ways(experts_of(hidden, experts, width), tokens)[way]
+    layer = make_variants(make_experts(hidden, experts, width), tokens)[variant]
     weights, ids = torch.randn(tokens, experts).softmax(1).topk(k)
     x = torch.randn(tokens, hidden).bfloat16()
     layer(x[:1], ids[:1], weights[:1])
     with open("/proc/self/clear_refs", "w") as refs:
-        refs.write("5")  # the peak begins anew
+        refs.write("5")  # resets VmHWM
     before = resident("VmRSS")
     layer(x, ids, weights)
-    grown = torch.tensor((resident("VmHWM") - before) / 1024)
-    dist.all_reduce(grown, dist.ReduceOp.MAX)
-    return grown.item()
+    growth = torch.tensor((resident("VmHWM") - before) / 1024)
+    dist.all_reduce(growth, dist.ReduceOp.MAX)
+    return growth.item()
 
 
-def timed(functions: Sequence[Callable[[], Any]], alone: bool) -> float:
-    """Return the seconds of a call on this rank; the others wait for one that runs alone."""
+def time_calls(functions: Sequence[Callable[[], Any]], single_process: bool) -> float:
+    """Return the seconds per call on this rank.
+
+    With ``single_process`` only rank 0 calls, and its peers wait.
+    """
     dist.barrier()
     seconds = 0.0
-    if not alone or dist.get_rank() == 0:
-        functions[-1]()  # ranks are in step, and threads awake, after it
+    if not single_process or dist.get_rank() == 0:
+        functions[-1]()  # warm-up: aligns the ranks and wakes the threads
         begin = time.perf_counter()
         for function in functions:
             function()
@@ -166,31 +181,31 @@ def timed(functions: Sequence[Callable[[], Any]], alone: bool) -> float:
 
 
 def measure(shape: Sequence[int], repeat: int) -> dict[str, float]:
-    """Return the slowest rank's median microseconds of each way."""
+    """Return the median microseconds of each variant on the slowest rank."""
     tokens, hidden, experts, k, width = shape
     world = dist.get_world_size()
     torch.manual_seed(0)
-    wholes = [experts_of(hidden, experts, width) for _ in range(LAYERS)]
+    full_layers = [make_experts(hidden, experts, width) for _ in range(LAYERS)]
     logits = torch.randn(tokens, experts)
     weights, ids = logits.softmax(1).topk(k)
     weights /= weights.sum(1, keepdim=True)
     x = torch.randn(tokens, hidden).bfloat16()
-    layers = [ways(whole, tokens) for whole in wholes]
-    exact = named(wholes[0], "eager", reduce=False)(x, ids, weights).float()
+    layers = [make_variants(full, tokens) for full in full_layers]
+    exact = bind_implementation(full_layers[0], "eager", reduce=False)(x, ids, weights).float()
     for name, run in layers[0].items():
-        off = (run(x, ids, weights).float() - exact).abs().max() / exact.abs().max()
-        if off > 0.03:
+        error = (run(x, ids, weights).float() - exact).abs().max() / exact.abs().max()
+        if error > 0.03:
             raise SystemExit(
-                f"{name}: error {off:.3g} relative to the maximum; at most 0.03 is allowed"
+                f"{name}: error {error:.3g} relative to the maximum; at most 0.03 is allowed"
             )
     times: dict[str, list[float]] = {name: [] for name in layers[0]}
-    order, calls = random.Random(0), LAYERS * (CALLS if tokens < MANY else 1)
+    order, calls = random.Random(0), LAYERS * (CALLS if tokens < MANY_TOKENS else 1)
     for _ in range(repeat):
         for name in order.sample(list(times), len(times)):
-            alone = name.startswith("alone")
-            torch.set_num_threads(world if alone else 1)
+            single_process = name.startswith("alone")
+            torch.set_num_threads(world if single_process else 1)
             runs = [partial(layers[i % LAYERS][name], x, ids, weights) for i in range(calls)]
-            times[name].append(timed(runs, alone))
+            times[name].append(time_calls(runs, single_process))
     medians = torch.tensor([1e6 * statistics.median(t) for t in times.values()])
     dist.all_reduce(medians, dist.ReduceOp.MAX)
     return dict(zip(times, medians.tolist(), strict=True))
@@ -215,31 +230,31 @@ def main() -> None:
     print_once: Callable[..., None] = print if dist.get_rank() == 0 else lambda *_: None
     with torch.inference_mode():
         if options.memory:
-            print_once(f"{growth(options.memory):.1f} MiB")
+            print_once(f"{measure_memory(options.memory):.1f} MiB")
         else:
             compare(options.repeat, print_once)
     dist.destroy_process_group()
 
 
 def compare(repeat: int, print_once: Callable[..., None]) -> None:
-    """Print a row of times for each shape."""
-    peers = {
+    """Print a table row of times per shape."""
+    baselines = {
         "transformers, gloo": "gloo",
         "all_to_all_single": "all-to-all",
         "one process": "alone",
     }
-    header = ["tokens, hidden, experts, k, width", "tensor-parallel", "expert-parallel", *peers]
+    header = ["tokens, hidden, experts, k, width", "tensor-parallel", "expert-parallel", *baselines]
     header += ["speed-up, tensor-parallel", "speed-up, expert-parallel"]
     print_once("|", " | ".join(header), "|\n" + "|---" * len(header) + "|")
     for shape in SHAPES:
-        found = measure(shape, repeat)
+        results = measure(shape, repeat)
         best = [
-            min((t, name) for name, t in found.items() if name.startswith(kind))
-            for kind in peers.values()
+            min((t, name) for name, t in results.items() if name.startswith(prefix))
+            for prefix in baselines.values()
         ]
-        cells = [", ".join(map(str, shape)), *(f"{found[name]:.0f}" for name in OURS)]
+        cells = [", ".join(map(str, shape)), *(f"{results[name]:.0f}" for name in OURS)]
         cells += [f"{t:.0f} {name.partition(' ')[2]}".strip() for t, name in best]
-        cells += [f"{min(best)[0] / found[name]:.2f}" for name in OURS]
+        cells += [f"{min(best)[0] / results[name]:.2f}" for name in OURS]
         print_once("|", " | ".join(cells), "|")
 
 

@@ -2,11 +2,11 @@
 
     python -m benchmarks.serving --model DIR --tp 2 --clients 32 --seconds 60
 
-First each prompt is sent without other load. Then many clients send prompts for a while. An answer
-must be identical to the answer that the prompt got without load. Prompts are chats of different
-lengths with greedy answers; half of the answers are streams. In one request of eight the client
-disconnects after a few chunks. The model is a folder or a GGUF file. Memory is the VmRSS of each
-rank (/proc/PID/status), every 10 s and at the end.
+First the idle server answers each prompt. Then many clients send prompts concurrently. Each answer
+must be identical to the answer of the idle server. Prompts are chats of different lengths with
+greedy answers; half of the answers are streams. In one of eight requests the client disconnects
+after a few chunks. The model is a folder or a GGUF file. Memory is the VmRSS of each rank
+(/proc/PID/status), every 10 s and at the end.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HANG_UP_EVERY = 8
 
 @contextmanager
 def server(args: argparse.Namespace) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A server of its own, and its address."""
+    """Start `tpkernels serve`. Yields its process and URL."""
     command = [sys.executable, "-m", "tpkernels", "serve", "--model", args.model]
     options = ["--tp", str(args.tp), "--port", "0", "--name", "model", *args.option]
     with tempfile.TemporaryFile("w+") as log:
@@ -51,13 +51,13 @@ def server(args: argparse.Namespace) -> Iterator[tuple[subprocess.Popen[bytes], 
             deadline = time.monotonic() + START_S
             while True:
                 log.seek(0)
-                text = log.read()
-                if found := re.search(r"on (http://\S+)", text):
+                content = log.read()
+                if match := re.search(r"on (http://\S+)", content):
                     break
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit(f"the server did not start; its log: {text}")
+                    raise SystemExit(f"the server did not start; its log: {content}")
                 time.sleep(0.1)
-            yield process, found[1]
+            yield process, match[1]
             process.terminate()
             print("exit code of the server:", process.wait(60))
         finally:
@@ -66,23 +66,23 @@ def server(args: argparse.Namespace) -> Iterator[tuple[subprocess.Popen[bytes], 
 
 
 def memory(driver: int) -> list[float]:
-    """VmRSS of each rank, in MiB: the grandchildren of the server's process."""
-    parents = {}
+    """Return the VmRSS of each rank in MiB. The ranks are grandchildren of process ``driver``."""
+    processes = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             status = (folder / "status").read_text()
         except OSError:
             continue
-        found = re.search(r"VmRSS:\s+(\d+)", status)
-        parents[int(folder.name)] = (int(fields[1]), int(found[1]) / 1024 if found else 0.0)
-    servers = {pid for pid, (parent, _) in parents.items() if parent == driver}
-    ranks = [pid for pid, (parent, _) in sorted(parents.items()) if parent in servers]
-    return [round(parents[pid][1], 1) for pid in ranks]
+        match = re.search(r"VmRSS:\s+(\d+)", status)
+        processes[int(folder.name)] = (int(fields[1]), int(match[1]) / 1024 if match else 0.0)
+    servers = {pid for pid, (parent, _) in processes.items() if parent == driver}
+    ranks = [pid for pid, (parent, _) in sorted(processes.items()) if parent in servers]
+    return [round(processes[pid][1], 1) for pid in ranks]
 
 
 class Clients:
-    """Asks, and compares."""
+    """Clients that send prompts and compare the answers."""
 
     def __init__(self, url: str, args: argparse.Namespace) -> None:
         self._api = openai.AsyncOpenAI(
@@ -91,12 +91,14 @@ class Clients:
         self._args = args
         self._numbers = itertools.count()
         self.prompts = [f"{question} ({i})" for i in range(args.variants) for question in QUESTIONS]
-        self.alone: dict[str, tuple[str, int]] = {}
+        self.expected: dict[str, tuple[str, int]] = {}
         self.counts: Counter[str] = Counter()
         self.tokens = 0
 
-    async def ask(self, prompt: str, stream: bool, most: int | None = None) -> tuple[str, int]:
-        """The answer and its tokens; with ``most``, hangs up after so many pieces of text."""
+    async def ask(
+        self, prompt: str, stream: bool, max_chunks: int | None = None
+    ) -> tuple[str, int]:
+        """Return the answer and its number of tokens. Disconnects after ``max_chunks`` chunks."""
         fields: dict[str, Any] = {
             "model": "model",
             "messages": [{"role": "user", "content": prompt}],
@@ -104,9 +106,9 @@ class Clients:
             "max_tokens": self._args.tokens,
         }
         if not stream:
-            whole = await self._api.chat.completions.create(**fields)
-            return whole.choices[0].message.content or "", whole.usage.completion_tokens
-        text, tokens, pieces = "", 0, 0
+            completion = await self._api.chat.completions.create(**fields)
+            return completion.choices[0].message.content or "", completion.usage.completion_tokens
+        content, tokens, num_chunks = "", 0, 0
         events = await self._api.chat.completions.create(
             **fields, stream=True, stream_options={"include_usage": True}
         )
@@ -114,16 +116,16 @@ class Clients:
             if event.usage is not None:
                 tokens = event.usage.completion_tokens
             elif event.choices[0].delta.content:
-                text += event.choices[0].delta.content
-                pieces += 1
-                if pieces == most:
+                content += event.choices[0].delta.content
+                num_chunks += 1
+                if num_chunks == max_chunks:
                     await events.close()
                     break
-        return text, tokens
+        return content, tokens
 
-    async def alone_first(self) -> None:
+    async def record_expected_answers(self) -> None:
         for prompt in self.prompts:
-            self.alone[prompt] = await self.ask(prompt, stream=False)
+            self.expected[prompt] = await self.ask(prompt, stream=False)
 
     async def client(self, deadline: float, seed: int) -> None:
         rng = random.Random(seed)
@@ -131,7 +133,7 @@ class Clients:
             number, prompt = next(self._numbers), rng.choice(self.prompts)
             try:
                 if number % HANG_UP_EVERY == 0:
-                    await self.ask(prompt, stream=True, most=rng.randint(1, 5))
+                    await self.ask(prompt, stream=True, max_chunks=rng.randint(1, 5))
                     self.counts["client disconnected"] += 1
                     continue
                 answer = await self.ask(prompt, stream=bool(number % 2))
@@ -139,16 +141,16 @@ class Clients:
                 self.counts[f"error: {type(error).__name__}"] += 1
                 continue
             self.tokens += answer[1]
-            same = answer == self.alone[prompt]
+            same = answer == self.expected[prompt]
             self.counts["same answer as alone" if same else "different answer than alone"] += 1
 
 
 async def load(clients: Clients, args: argparse.Namespace, driver: int) -> None:
     begin = time.monotonic()
-    await clients.alone_first()
-    took = time.monotonic() - begin
-    tokens = sum(tokens for _, tokens in clients.alone.values())
-    print(f"sequential: {len(clients.alone)} prompts, {tokens / took:.1f} tokens/s")
+    await clients.record_expected_answers()
+    elapsed = time.monotonic() - begin
+    tokens = sum(tokens for _, tokens in clients.expected.values())
+    print(f"sequential: {len(clients.expected)} prompts, {tokens / elapsed:.1f} tokens/s")
 
     async def watch_memory() -> None:
         for second in range(10, int(args.seconds) + 1, 10):
@@ -159,11 +161,11 @@ async def load(clients: Clients, args: argparse.Namespace, driver: int) -> None:
     await asyncio.gather(
         watch_memory(), *(clients.client(begin + args.seconds, i) for i in range(args.clients))
     )
-    took = time.monotonic() - begin
-    print(f"memory of the ranks after {took:.0f} s, MiB:", memory(driver))
-    print(f"{args.clients} clients for {took:.1f} s: {clients.tokens / took:.1f} tokens/s")
-    for what, count in sorted(clients.counts.items()):
-        print(f"{what}: {count}")
+    elapsed = time.monotonic() - begin
+    print(f"memory of the ranks after {elapsed:.0f} s, MiB:", memory(driver))
+    print(f"{args.clients} clients for {elapsed:.1f} s: {clients.tokens / elapsed:.1f} tokens/s")
+    for outcome, count in sorted(clients.counts.items()):
+        print(f"{outcome}: {count}")
 
 
 def main() -> int:
@@ -192,8 +194,8 @@ def main() -> int:
     with server(args) as (process, url):
         clients = Clients(url, args)
         asyncio.run(load(clients, args, process.pid))
-    wrong = sum(count for what, count in clients.counts.items() if what.startswith("error"))
-    return 1 if wrong else 0
+    errors = sum(count for outcome, count in clients.counts.items() if outcome.startswith("error"))
+    return 1 if errors else 0
 
 
 if __name__ == "__main__":

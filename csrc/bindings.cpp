@@ -1,5 +1,5 @@
-// The extension tpkernels._C: one submodule per folder of csrc/, each with its own bindings. There
-// are no torch headers, so one build serves every torch version.
+// The extension tpkernels._C. Each folder of csrc/ is a submodule with a separate bindings file. No
+// file includes torch headers, so one build works with every torch version.
 #include "bindings.h"
 
 #include <cerrno>
@@ -15,19 +15,20 @@ namespace {
 
 namespace py = pybind11;
 
-// Sets an exception of tpkernels.errors. `peer` is the rank to blame, or -1.
-void raise_error(const char* name, const char* text, int peer) {
+// Sets an exception of tpkernels.errors. `peer` is the rank that caused it, or -1.
+void raise_error(const char* name, const char* message, int peer) {
   const py::object cls = py::module_::import("tpkernels.errors").attr(name);
   const py::object culprit = peer < 0 ? py::object(py::none()) : py::int_(peer);
-  PyErr_SetObject(cls.ptr(), cls(text, py::arg("peer") = culprit).ptr());
+  PyErr_SetObject(cls.ptr(), cls(message, py::arg("peer") = culprit).ptr());
 }
 
-// By FailureKind. A peer's failure has its kind from shared memory: an unknown one only means that
-// the group is broken.
+// Indexed by FailureKind. A peer writes its FailureKind to shared memory. An invalid value is
+// reported as GroupBrokenError.
 constexpr const char* kClasses[] = {"GroupBrokenError", "PeerLostError", "CollectiveTimeoutError",
                                     "CollectiveMismatchError"};
 
-// Leaves all but our own exceptions to whoever is asked next.
+// Translates the exceptions of this package and std::system_error. pybind11 passes all other
+// exceptions to the next translator.
 void translate(std::exception_ptr error) {
   try {
     if (error) std::rethrow_exception(error);

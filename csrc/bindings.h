@@ -9,19 +9,19 @@
 
 namespace tpkernels {
 
-// Each fills a submodule of _C.
+// Each function fills a submodule of _C.
 void bind_calls(pybind11::module_& m);
 void bind_cuda(pybind11::module_& m);
 void bind_host(pybind11::module_& m);
 void bind_nccl(pybind11::module_& m);
 
-// Sets Python's error to a C++ exception; does nothing for a null one.
+// Converts a C++ exception to the current Python error. Does nothing if `error` is null.
 void set_python_error(std::exception_ptr error);
 
 // Parks a daemon thread when the interpreter is shutting down. Taking the GIL at that point would
 // unwind the thread, and unwinding through C++ frames calls std::terminate. The parked thread ends
 // with the process.
-inline void stay_if_python_ends() {
+inline void park_if_finalizing() {
 #if PY_VERSION_HEX >= 0x030D0000
   const auto ends = [] { return Py_IsFinalizing() != 0; };
 #else
@@ -31,13 +31,14 @@ inline void stay_if_python_ends() {
   while (ends() && gettid() != getpid()) pause();
 }
 
-// Gives up the GIL for as long as it lives; as call_guard, for a function. Unlike pybind11's it
-// does not take the GIL back once the interpreter ends.
+// Releases the GIL during its lifetime, or during a function as its call_guard. Unlike
+// pybind11::gil_scoped_release, it does not reacquire the GIL once the interpreter is shutting
+// down.
 class GilReleased {
  public:
   GilReleased() : state_(PyEval_SaveThread()) {}
   ~GilReleased() {
-    stay_if_python_ends();
+    park_if_finalizing();
     PyEval_RestoreThread(state_);
   }
   GilReleased(const GilReleased&) = delete;
@@ -49,7 +50,7 @@ class GilReleased {
 
 // Lets Ctrl-C interrupt a wait that has released the GIL: throws error_already_set.
 inline void poll_signals() {
-  stay_if_python_ends();
+  park_if_finalizing();
   if (gettid() != getpid()) return;  // only the main thread handles signals
   const pybind11::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();

@@ -1,7 +1,7 @@
-"""Sphinx for `make docs`.
+"""Sphinx configuration for `make docs`.
 
-The sources are the repository's Markdown files where they lie, so a link works here and where the
-files are read as they are.
+Sphinx reads the Markdown files of the repository in place. Links therefore work on the site and in
+the plain files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ extensions = [
     "sphinx.ext.napoleon",
 ]
 myst_heading_anchors = 3
-default_role = "code"  # docstrings use single backticks, too
+default_role = "code"  # docstrings contain single backticks
 autosummary_generate = False
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
@@ -40,7 +40,7 @@ python_use_unqualified_type_names = True
 
 nitpicky = True
 nitpick_ignore_regex = [
-    # Types in signatures: inventories of other projects would need the network.
+    # Types in signatures: inventories of torch and Python would need the network.
     (r"py:.*", r"(?!tpkernels\.).*"),
     (r"py:class", r"tpkernels\.(_C|nn\.(linear|packing|sharding)|planning)\..*"),
 ]
@@ -54,27 +54,30 @@ html_theme_options = {
     "footer_start": ["copyright"],
     "footer_end": [],
 }
-# Pages of one section need no sidebar of their own.
+# The front page needs no sidebar.
 html_sidebars = {"docs/index": []}
 
 
 def setup(app: Sphinx) -> None:
-    app.connect("doctree-read", _leave_out_readme)
+    app.connect("doctree-read", _hide_readme)
     app.connect("autodoc-process-docstring", _end_literals)
 
 
-def _leave_out_readme(app: Sphinx, _: nodes.document) -> None:
-    """Its links are checked; the site has a front page of its own."""
+def _hide_readme(app: Sphinx, _: nodes.document) -> None:
+    """Keep the README out of the navigation. Sphinx still checks its links."""
     app.env.metadata["README"]["orphan"] = True
 
 
 def _end_literals(
     _: Sphinx, kind: str, name: str, obj: Any, options: Any, lines: list[str]
 ) -> None:
-    """``Plan``s: without a backslash reStructuredText does not see the end of that literal."""
-    text = re.sub(r"(``.+?``)(\w)?", _ended, "\n".join(lines), flags=re.DOTALL)
-    lines[:] = text.split("\n")
+    """Insert a backslash between a literal and a letter, as in ``Plan``s.
+
+    reStructuredText would otherwise miss the end of the literal.
+    """
+    docstring = re.sub(r"(``.+?``)(\w)?", _escape_literal_end, "\n".join(lines), flags=re.DOTALL)
+    lines[:] = docstring.split("\n")
 
 
-def _ended(literal: re.Match[str]) -> str:
+def _escape_literal_end(literal: re.Match[str]) -> str:
     return literal[1] + (f"\\ {literal[2]}" if literal[2] else "")

@@ -1,5 +1,6 @@
-"""A model that does not use this package: torch's own tensor parallelism, compiled with the pass
-that inserts the fused ops.
+"""Torch tensor parallelism, compiled with the pass that inserts the fused ops.
+
+The model does not import tpkernels.
 
     torchrun --standalone --nproc-per-node 2 examples/compile_pass.py
 """
@@ -60,13 +61,13 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-    torch.manual_seed(0)  # the same on all ranks
+    torch.manual_seed(0)  # identical model and input on all ranks
     model = Block()
     x = torch.randn(BATCH, SEQUENCE, WIDTH)
     expected = model(x).chunk(world, 1)[rank]
 
     parallelize_module(model, mesh, PLAN)
-    torch._inductor.config.force_disable_caches = True  # cached graphs are not reported
+    torch._inductor.config.force_disable_caches = True  # the report omits cached graphs
     fusion = tpkernels.compile.fuse_collectives(mesh)
     compiled = torch.compile(model, options=fusion.options)
     y = compiled(x.chunk(world, 1)[rank].contiguous())

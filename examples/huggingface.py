@@ -1,5 +1,6 @@
-"""A Llama model of transformers, made tensor-parallel by one line: logits compared with a single
-process, a gradient, and generated tokens.
+"""A Llama model of transformers, tensor-parallel with one line of code.
+
+Compares logits and generated tokens with a single process, and computes a gradient.
 
     torchrun --standalone --nproc-per-node 2 examples/huggingface.py
 """
@@ -20,7 +21,7 @@ import tpkernels
 def main() -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    torch.manual_seed(0)  # like from_pretrained, gives all ranks the same weights
+    torch.manual_seed(0)  # identical weights on all ranks, as from_pretrained loads
     single = LlamaForCausalLM(
         LlamaConfig(
             hidden_size=72,
@@ -40,8 +41,8 @@ def main() -> None:
     generated = model.generate(ids[:, :5], max_new_tokens=8, do_sample=False)
     same = torch.equal(generated, single.generate(ids[:, :5], max_new_tokens=8, do_sample=False))
     if dist.get_rank() == 0:
-        here = sum(p.numel() for p in model.parameters())
-        print(f"{here:,} of {sum(p.numel() for p in single.parameters()):,} parameters per rank")
+        local = sum(p.numel() for p in model.parameters())
+        print(f"{local:,} of {sum(p.numel() for p in single.parameters()):,} parameters per rank")
         print(f"logits differ by at most {difference:.1e}; generated the same tokens: {same}")
     dist.destroy_process_group()
 

@@ -1,5 +1,6 @@
-"""A transformer block built from the layers of ``tpkernels.nn``: trained for a few steps on random
-tokens, then saved both sharded, by all ranks, and whole.
+"""A transformer block built from the layers of ``tpkernels.nn``.
+
+Trains for a few steps on random tokens. Then saves a sharded checkpoint and a full checkpoint.
 
     torchrun --standalone --nproc-per-node 2 examples/layers.py
 """
@@ -22,7 +23,7 @@ SEQUENCE, BATCH = 33, 2  # neither needs to be divisible by the number of ranks
 
 
 class Block(nn.Module):
-    """Between the matmuls each rank has its rows of the sequence: x [rows, batch, width]."""
+    """Block with sequence parallelism: between the matmuls x is [local rows, batch, width]."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -38,12 +39,12 @@ class Block(nn.Module):
         self.head.tie(self.embedding)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The loss of predicting tokens [sequence + 1, batch]."""
+        """Return the next-token loss of tokens [sequence + 1, batch]."""
         rows = tpkernels.shard_sizes(tokens.shape[0] - 1, self.group.size())
         x = self.embedding(tokens[:-1], shard_sizes=rows)
         x = self.attention(self.norm1(x), residual=x, shard_sizes=rows)
         x = self.mlp(self.norm2(x), residual=x, shard_sizes=rows)
-        logits = self.head(x, shard_sizes=rows)  # this rank's part of the vocabulary
+        logits = self.head(x, shard_sizes=rows)  # logits of the local vocabulary shard
         return tnn.vocab_parallel_cross_entropy(logits, tokens[1:], self.group, VOCAB)
 
 
@@ -51,7 +52,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     group = dist.group.WORLD
     assert group is not None
-    torch.manual_seed(0)  # the same on all ranks: each keeps its shard of the same model
+    torch.manual_seed(0)  # all ranks build the same model, then keep a shard
     model = Block(group)
     tokens = torch.randint(0, VOCAB, (SEQUENCE + 1, BATCH))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -65,10 +66,10 @@ def main() -> None:
 
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
-    dcp.save(model.state_dict(), checkpoint_id=f"{folder[0]}/sharded")  # any world size loads it
-    whole = tnn.full_state_dict(model)  # collective
+    dcp.save(model.state_dict(), checkpoint_id=f"{folder[0]}/sharded")  # loads with any world size
+    full_state = tnn.full_state_dict(model)  # collective
     if dist.get_rank() == 0:
-        torch.save(whole, f"{folder[0]}/whole.pt")
+        torch.save(full_state, f"{folder[0]}/whole.pt")
         print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; saved to {folder[0]}")
     dist.destroy_process_group()
 

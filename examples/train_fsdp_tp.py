@@ -1,5 +1,6 @@
-"""Training with tensor parallelism (the fused styles) on one mesh dim and FSDP2 on the other: a
-small transformer on the bytes of a sentence.
+"""Training with tensor parallelism (fused styles) on one mesh dim and FSDP2 on the second.
+
+The model is a small transformer on the bytes of a sentence.
 
     torchrun --standalone --nproc-per-node 4 examples/train_fsdp_tp.py
 """
@@ -38,11 +39,11 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: this rank's part of the sequence, [batch, sequence / tp, width]."""
+        """x: local sequence shard, [batch, sequence / tp, width]."""
         normed = self.norm1(x)
         heads = [
-            each(normed).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
-            for each in (self.q, self.k, self.v)
+            projection(normed).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for projection in (self.q, self.k, self.v)
         ]
         mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
         x = x + self.o(mixed.transpose(1, 2).flatten(2))
@@ -65,7 +66,7 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-# Between the matmuls each rank has its part of the sequence, dim 1.
+# Between the matmuls the sequence (dim 1) is sharded.
 GATHERED, SCATTERED = (
     FusedColwiseParallel(input_layouts=Shard(1)),
     FusedRowwiseParallel(output_layouts=Shard(1)),
@@ -85,7 +86,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(0)  # the same model on all ranks
+    torch.manual_seed(0)  # identical model on all ranks
     model = Model()
     parallelize_module(model, mesh["tp"], PLAN)
     for block in model.blocks:
@@ -93,13 +94,13 @@ def main() -> None:
     fully_shard(model, mesh=mesh["dp"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    text = torch.tensor(list(TEXT.encode()))
+    data = torch.tensor(list(TEXT.encode()))
     draw = torch.Generator().manual_seed(1)
     for step in range(STEPS):
-        starts = torch.randint(0, len(text) - SEQUENCE - 1, (BATCH,), generator=draw)
-        tokens = torch.stack([text[at : at + SEQUENCE + 1] for at in starts.tolist()])
-        mine = tokens.chunk(world // 2)[mesh.get_local_rank("dp")]  # the same on all ranks of tp
-        loss = F.cross_entropy(model(mine[:, :-1]).flatten(0, 1), mine[:, 1:].flatten())
+        starts = torch.randint(0, len(data) - SEQUENCE - 1, (BATCH,), generator=draw)
+        tokens = torch.stack([data[start : start + SEQUENCE + 1] for start in starts.tolist()])
+        local = tokens.chunk(world // 2)[mesh.get_local_rank("dp")]  # identical on all tp ranks
+        loss = F.cross_entropy(model(local[:, :-1]).flatten(0, 1), local[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Fixtures and markers that all tests share."""
+"""Fixtures and markers of all tests."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from tests.support.fake_nccl import Build, make_build
 from tpkernels.kernels import interpreter_unsupported
 from tpkernels.launch import Ranks, fork_server
 
-# An example may run a job on several processes: its time says nothing about the code under test.
+# An example may run a job on several processes. Its duration does not measure the code under test.
 settings.register_profile("tpkernels", deadline=None)
 settings.load_profile("tpkernels")
 
-# Shells start background jobs with SIGINT ignored, which tests of Ctrl-C and the processes that
-# they start would inherit.
+# Shells start background jobs with SIGINT ignored. Tests of Ctrl-C and their child processes would
+# inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def end_groups() -> None:
-    """On a rank: all but the default one. One that waits for a peer is left to itself."""
-    made = [group for group in list(c10d._world.pg_map) if group is not dist.group.WORLD]
+    """Destroy the process groups of this rank, except the default group. Abandon a group that waits
+    for a peer."""
+    groups = [group for group in list(c10d._world.pg_map) if group is not dist.group.WORLD]
 
     def end() -> None:
-        for group in made:
+        for group in groups:
             with contextlib.suppress(Exception):
                 dist.destroy_process_group(group)
 
@@ -45,13 +46,13 @@ def end_groups() -> None:
 
 
 def require_interpreter() -> None:
-    """Skip the test if Triton's interpreter does not work here."""
-    if (why := interpreter_unsupported()) is not None:
-        pytest.skip(why)
+    """Skip the test if the Triton interpreter is not usable."""
+    if (reason := interpreter_unsupported()) is not None:
+        pytest.skip(reason)
 
 
 class RankPools:
-    """``ranks(world)``: open ranks, kept from test to test, one set per world size."""
+    """Running ranks that tests share, one set per world size: ``ranks(world)``."""
 
     def __init__(self, **env: str) -> None:
         self._env = env
@@ -59,7 +60,8 @@ class RankPools:
         self._used: set[int] = set()
 
     def __call__(self, world: int) -> Ranks:
-        # Ranks that a test left at work, or with a member dead, would disturb the next test.
+        # Ranks that still work on a job of a test, or that lost a process, would disturb the next
+        # test.
         for size in [size for size, pool in self._pools.items() if not pool.healthy]:
             self._pools.pop(size).close()
         if world not in self._pools:
@@ -68,8 +70,8 @@ class RankPools:
         return self._pools[world]
 
     def end_groups(self) -> None:
-        """Ends the groups that a test has left behind: each of gloo's polls a hundred times a
-        second for as long as it lives."""
+        """Destroy the groups that a test has left. A gloo group polls a hundred times per second
+        until it is destroyed."""
         for pool in [self._pools[world] for world in self._used if world in self._pools]:
             if pool.healthy:
                 pool.run(end_groups)
@@ -83,8 +85,8 @@ class RankPools:
 
 @pytest.fixture(scope="session", autouse=True)
 def _fork_server(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Imports what test modules import once, instead of in every rank's first job. What somebody
-    has tuned on this machine decides nothing in tests."""
+    """Import the modules of the tests once in the fork server, not in the first job of every rank.
+    A temporary cache folder hides tuning results of this machine."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
     modules = ["pytest", "hypothesis", "torch.distributed.tensor.parallel", "networkx"]
     modules += ["transformers.models.llama.modeling_llama"]
@@ -99,7 +101,7 @@ def _pools() -> Iterator[RankPools]:
 
 
 @pytest.fixture(scope="session")
-def _interpreting_pools() -> Iterator[RankPools]:
+def _interpreter_pools() -> Iterator[RankPools]:
     require_interpreter()
     pools = RankPools(TRITON_INTERPRET="1")
     yield pools
@@ -114,29 +116,29 @@ def ranks(_pools: RankPools) -> Iterator[RankPools]:
 
 
 @pytest.fixture
-def own_ranks() -> Iterator[Callable[[int], Ranks]]:
-    """The same, for one test alone."""
+def fresh_ranks() -> Iterator[Callable[[int], Ranks]]:
+    """Rank processes for a single test: ``fresh_ranks(4)``."""
     with contextlib.ExitStack() as stack:
         yield lambda world: stack.enter_context(faults.watched_ranks(world))
 
 
 @pytest.fixture
-def interpreting(_interpreting_pools: RankPools) -> Iterator[RankPools]:
-    """The same, where Triton kernels run under their interpreter."""
-    yield _interpreting_pools
-    _interpreting_pools.end_groups()
+def interpreter_ranks(_interpreter_pools: RankPools) -> Iterator[RankPools]:
+    """Rank processes that run Triton kernels under the interpreter: ``interpreter_ranks(4)``."""
+    yield _interpreter_pools
+    _interpreter_pools.end_groups()
 
 
 @pytest.fixture(scope="session")
 def cxx_cache(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
-    """Where C++ of the tests is kept when it is compiled (support/cxx.py)."""
+    """Folder that caches the compiled C++ code of the tests (support/cxx.py)."""
     cache = getattr(pytestconfig, "cache", None)
     return tmp_path_factory.mktemp("cxx") if cache is None else Path(cache.mkdir("cxx"))
 
 
 @pytest.fixture(scope="session")
 def fake_nccl(tmp_path_factory: pytest.TempPathFactory, cxx_cache: Path) -> Build:
-    """``fake_nccl(without=[...])``: a libnccl that the test commands, with state of its own."""
+    """``fake_nccl(without=[...])``: a libnccl that the test controls, with separate state."""
     return make_build(tmp_path_factory.mktemp("nccl"), cxx_cache)
 
 
@@ -149,8 +151,8 @@ def cuda_driver(cxx_cache: Path) -> str:
 
 
 @pytest.fixture
-def give_away(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
-    """Makes a file another user's. Who is not root cannot, and is another user from then on."""
+def change_owner(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Give a file to a different user. Without root, pretend to be a different user instead."""
     nobody = 65534
 
     def give(path: Path) -> None:

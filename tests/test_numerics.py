@@ -1,4 +1,5 @@
-"""Reports of differences: exact by hand, how they read, and a wrong shard is located."""
+"""Reports of differences: values computed by hand, their text, and the location of a wrong
+shard."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def failing(report: Report) -> list[tuple[int, int]]:
-    """Grid row and column of each region that is wrong."""
+    """Return the grid row and column of each region with errors."""
     return [
         (i, j)
         for i, line in enumerate(report.regions)
@@ -54,12 +55,12 @@ def test_by_hand() -> None:
     ]
 
 
-def test_the_worst_is_what_exceeds_its_tolerance_most() -> None:
+def test_the_worst_element_exceeds_its_tolerance_most() -> None:
     ref, out = torch.tensor([1000.0, 1.0]), torch.tensor([1009.0, 2.0])
     report = compare(ref, out, atol=0.0, rtol=0.01)
     assert report.max == 9.0
     assert report.worst is not None
-    assert report.worst.index == (1,)  # the other difference is larger, but allowed
+    assert report.worst.index == (1,)  # element 0 differs more, but within its tolerance
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -74,23 +75,23 @@ def test_regions_of_random_tensors(dtype: torch.dtype) -> None:
     assert report.mean == pytest.approx(float(difference.mean()), rel=1e-13)
     assert report.median == float(difference.median())
     assert report.above == int((excess > 0).sum())
-    at = tuple(int(i) for i in torch.unravel_index(excess.argmax(), ref.shape))
+    index = tuple(int(i) for i in torch.unravel_index(excess.argmax(), ref.shape))
     assert report.worst is not None
-    assert report.worst.index == at
-    assert (report.worst.reference, report.worst.result) == (ref[at].item(), out[at].item())
+    assert report.worst.index == index
+    assert (report.worst.reference, report.worst.result) == (ref[index].item(), out[index].item())
     assert (report.reference_dtype, report.result_dtype) == (torch.float64, dtype)
     rows, columns = zip(*((line[0].rows, line[0].columns) for line in report.regions), strict=True)
     assert rows == ((0, 10), (10, 10), (10, 33)) and set(columns) == {(0, 5)}
     for line in report.regions:
         assert [region.columns for region in line] == [(0, 5), (5, 9), (9, 13)]
         for region in line:
-            part = slice(*region.rows), slice(*region.columns)
+            region_slice = slice(*region.rows), slice(*region.columns)
             if region.empty:
                 assert (region.fraction, region.largest) == (0.0, 0.0)
                 continue
-            wrong = (excess.view(33, 13)[part] > 0).double()
+            wrong = (excess.view(33, 13)[region_slice] > 0).double()
             assert region.fraction == pytest.approx(float(wrong.mean()), rel=1e-13)
-            assert region.largest == float(difference.view(33, 13)[part].max())
+            assert region.largest == float(difference.view(33, 13)[region_slice].max())
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -99,12 +100,12 @@ def test_a_wrong_shard_is_located(dim: int) -> None:
     wrong = 2
     sizes = [40, 0, 17, 23]
     torch.manual_seed(2)
-    whole = torch.randn((80, 48) if dim == 0 else (48, 80))
-    shards = [shard.clone() for shard in whole.split(sizes, dim)]
+    full = torch.randn((80, 48) if dim == 0 else (48, 80))
+    shards = [shard.clone() for shard in full.split(sizes, dim)]
     shards[wrong] = shards[wrong].roll(1, dim)
     out = torch.cat(shards, dim).bfloat16()
     grid = (sizes, 2) if dim == 0 else (2, sizes)
-    report = compare(whole, out, 1e-2, 1e-2, grid)
+    report = compare(full, out, 1e-2, 1e-2, grid)
     expected = [(wrong, 0), (wrong, 1)] if dim == 0 else [(0, wrong), (1, wrong)]
     assert failing(report) == expected
     lines = str(report).splitlines()[-len(report.regions) :]
@@ -116,8 +117,8 @@ NOT_FINITE += [(1.0, NAN, False), (NAN, 1.0, False), (1.0, -INF, False), (NAN, I
 
 
 @pytest.mark.parametrize(("ref", "out", "right"), [*NOT_FINITE, (INF, NAN, False)])
-@pytest.mark.parametrize("rtol", [0.0, 0.5])  # of infinity it is infinite
-def test_what_is_not_finite(ref: float, out: float, right: bool, rtol: float) -> None:
+@pytest.mark.parametrize("rtol", [0.0, 0.5])  # relative to infinity, the tolerance is infinite
+def test_non_finite_elements(ref: float, out: float, right: bool, rtol: float) -> None:
     reference, result = torch.zeros(3, 4), torch.zeros(3, 4)
     reference[1, 2], result[1, 2], result[0, 0] = ref, out, 0.25
     report = compare(reference, result, 0.5, rtol, (3, 4))
@@ -132,7 +133,7 @@ def test_what_is_not_finite(ref: float, out: float, right: bool, rtol: float) ->
     assert ("NaN or infinite" in str(report)) != right
 
 
-def test_nothing_is_finite() -> None:
+def test_no_finite_elements() -> None:
     report = compare(torch.zeros(2), torch.full((2,), NAN), 1, 1)
     assert (report.max, report.mean, report.median, report.fraction) == (INF, INF, INF, 1.0)
 
@@ -168,7 +169,8 @@ def test_any_layout_and_gradient() -> None:
     x = torch.randn(6, 10, requires_grad=True)
     y = x.detach().t().contiguous().t()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch's, on numbers taken from a tensor with gradients
+        # torch warns about numbers read from a tensor with gradients
+        warnings.simplefilter("error")
         assert compare(x, y, 0, 0).passed
     y[4, 3] += 1
     assert failing(compare(x, y, 0, 0, (6, 10))) == [(4, 3)]
@@ -176,14 +178,14 @@ def test_any_layout_and_gradient() -> None:
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
-    """This process as the only rank."""
+def single_rank() -> Iterator[None]:
+    """Make this process the only rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-def test_a_dtensor_is_gathered(alone: None) -> None:
+def test_a_dtensor_is_gathered(single_rank: None) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
@@ -219,7 +221,7 @@ def test_refusals(change: dict[str, Any], message: str) -> None:
         compare(**(right | change))
 
 
-def test_what_is_no_real_tensor_is_refused() -> None:
+def test_only_real_tensors_are_supported() -> None:
     x = torch.ones(2)
     with pytest.raises(TypeError, match="out must be a tensor, not list"):
         compare(x, [1.0, 1.0], 0, 0)  # type: ignore[arg-type]
@@ -229,23 +231,23 @@ def test_what_is_no_real_tensor_is_refused() -> None:
 
 def test_percentages_do_not_round_to_all_or_nothing() -> None:
     x = torch.zeros(100_000)
-    one, all_but_one = x.clone(), torch.ones_like(x)
-    one[7], all_but_one[7] = 1, 0
-    assert "1 of 100000 elements (0.1%)" in str(compare(x, one, 0, 0))
+    single, all_but_one = x.clone(), torch.ones_like(x)
+    single[7], all_but_one[7] = 1, 0
+    assert "1 of 100000 elements (0.1%)" in str(compare(x, single, 0, 0))
     assert "99999 of 100000 elements (99.9%)" in str(compare(x, all_but_one, 0, 0))
 
 
-def test_what_is_wrong_with_an_op_is_told_by_region() -> None:
+def test_errors_of_an_op_are_reported_by_region() -> None:
     exact, bound = torch.zeros(4, 4, dtype=torch.float64), torch.full((4, 4), 0.5)
-    want = Expected(exact, bound, torch.float32)
-    got = torch.full((4, 4), 0.5)
-    assert ranked.difference(got, want) is None
+    expected = Expected(exact, bound, torch.float32)
+    result = torch.full((4, 4), 0.5)
+    assert ranked.find_difference(result, expected) is None
     for wrong in (0.75, math.nan):
-        got[2, 1] = wrong
-        text = ranked.difference(got, want)
-        assert text is not None
-        assert f"worst: [2, 1] is {wrong}, expected 0" in text
-        assert text.count("!") == 1
+        result[2, 1] = wrong
+        message = ranked.find_difference(result, expected)
+        assert message is not None
+        assert f"worst: [2, 1] is {wrong}, expected 0" in message
+        assert message.count("!") == 1
 
 
 @pytest.mark.gpu

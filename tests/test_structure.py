@@ -1,5 +1,7 @@
-"""The tree is a table of contents: one name for an op through all layers, and imports that
-point one way."""
+"""The structure of the package: op names are equal in all layers, and imports have no cycles.
+
+Lower layers never import higher layers.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ from tpkernels.planning.op_spec import OPS
 PACKAGE = ROOT / "tpkernels"
 
 BASE = {"_C", "common", "errors", "torch_private"}
-# The three storeys, and what the modules of a part may import of the package besides BASE and their
-# own part. Imports that only type checkers see count.
+# Three groups of subpackages, and for each subpackage the subpackages that its modules may import,
+# in addition to BASE and itself. Imports for type checkers count.
 CORE: dict[str, set[str]] = {
     "common": set(),
     "errors": set(),
@@ -57,10 +59,10 @@ FACADE = {"", "__main__"}
 
 
 def modules() -> Iterator[tuple[str, Path]]:
-    """(name within the package, file) of every Python file."""
+    """Yield (name within the package, file) of every Python file."""
     for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        yield ".".join(part for part in parts if part != "__init__"), path
+        names = path.relative_to(PACKAGE).with_suffix("").parts
+        yield ".".join(name for name in names if name != "__init__"), path
 
 
 @functools.cache
@@ -69,37 +71,40 @@ def imports(name: str, path: Path) -> tuple[str, ...]:
 
 
 def _imports(name: str, path: Path) -> Iterator[str]:
-    """What a module imports of the package, as "layer.module" without the package's name."""
+    """Yield the names that a module imports from the package, as "layer.module" without the package
+    name."""
     package = f"tpkernels.{name}".rstrip(".").split(".")
     if path.name != "__init__.py":
         package = package[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found = [alias.name for alias in node.names]
+            imported = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             origin = ".".join([*base, *([node.module] if node.module else [])])
-            found = [f"{origin}.{alias.name}" for alias in node.names]
+            imported = [f"{origin}.{alias.name}" for alias in node.names]
         else:
             continue
-        for full in found:
-            if full == "tpkernels" or full.startswith("tpkernels."):
-                yield full.removeprefix("tpkernels").removeprefix(".")
+        for full_name in imported:
+            if full_name == "tpkernels" or full_name.startswith("tpkernels."):
+                yield full_name.removeprefix("tpkernels").removeprefix(".")
 
 
 @pytest.mark.parametrize(("name", "path"), dict(modules()).items(), ids=dict(modules()))
 def test_imports_point_one_way(name: str, path: Path) -> None:
-    part = name.partition(".")[0]
-    if part in FACADE:
+    subpackage = name.partition(".")[0]
+    if subpackage in FACADE:
         return
-    parts = CORE | MODELS | TOOLS
-    assert part in parts, f"{path} is in no storey: say in this test what it may import"
+    allowed_by_subpackage = CORE | MODELS | TOOLS
+    assert subpackage in allowed_by_subpackage, (
+        f"{path} is in no storey: say in this test what it may import"
+    )
     for imported in imports(name, path):
         target = imported.partition(".")[0]
-        base = BASE - {"_C"} if part in MODELS else BASE
-        allowed = {part, *base, *parts[part]}
+        base = BASE - {"_C"} if subpackage in MODELS else BASE
+        allowed = {subpackage, *base, *allowed_by_subpackage[subpackage]}
         assert target in allowed, f"{name} imports {imported or 'the whole package'}"
-    if part != "cli":
+    if subpackage != "cli":
         assert "import typer" not in path.read_text()
 
 
@@ -114,19 +119,20 @@ def test_the_top_of_the_package_fits_a_screen() -> None:
 
 
 def test_imports_are_found() -> None:
-    """The test above would pass if it saw none."""
-    found = {name: set(imports(name, path)) for name, path in modules()}
-    assert "algorithms.unfused" in found["algorithms.backends"]
-    assert "ops.registration.define" in found["ops.all_gather"]
-    assert "_C.host.Phase" in found["algorithms.pipelined.cpu"]
-    assert "kernels.configs.MatmulConfig" in found["algorithms.fused"]  # for types only
+    """Negative control: the test above would pass if it found no imports."""
+    imports_by_module = {name: set(imports(name, path)) for name, path in modules()}
+    assert "algorithms.unfused" in imports_by_module["algorithms.backends"]
+    assert "ops.registration.define" in imports_by_module["ops.all_gather"]
+    assert "_C.host.Phase" in imports_by_module["algorithms.pipelined.cpu"]
+    # imported for types only
+    assert "kernels.configs.MatmulConfig" in imports_by_module["algorithms.fused"]
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
+def test_no_import_cycles() -> None:
     names = dict(modules())
 
-    def file_of(imported: str) -> str | None:
-        """The module that an imported name is, or comes from; None for a package's facade."""
+    def find_module(imported: str) -> str | None:
+        """Return the module of an imported name, or None for the facade of a subpackage."""
         for candidate in (imported, imported.rpartition(".")[0]):
             if candidate in names and names[candidate].name != "__init__.py":
                 return candidate
@@ -135,8 +141,11 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     sorter: TopologicalSorter[str] = TopologicalSorter()
     for name, path in names.items():
         if path.name != "__init__.py":
-            sorter.add(name, *{found for one in imports(name, path) if (found := file_of(one))})
-    order = list(sorter.static_order())  # raises CycleError with the circle
+            sorter.add(
+                name,
+                *{module for imported in imports(name, path) if (module := find_module(imported))},
+            )
+    order = list(sorter.static_order())  # raises CycleError
     assert order.index("_C" if "_C" in order else "errors") < order.index("ops.all_gather")
 
 
@@ -150,14 +159,15 @@ def test_an_op_has_one_name_everywhere(op: str) -> None:
     schema = getattr(torch.ops.tpkernels, op).default._schema
     assert schema.name == f"tpkernels::{op}"
     for device, table in TABLES.items():
-        ways = [algorithm for algorithm in ALGORITHMS if (op, algorithm) in table]
+        algorithms = [algorithm for algorithm in ALGORITHMS if (op, algorithm) in table]
         needed = {"unfused", "direct"} if device == "cpu" else {"unfused"}
-        assert needed <= set(ways), f"{op} on {device}: {ways}"
-        for way in ways:
+        assert needed <= set(algorithms), f"{op} on {device}: {algorithms}"
+        for algorithm in algorithms:
             homes = [
-                f"tpkernels.algorithms.{name}" for name in (way, f"{way}.{device}", "transfers")
+                f"tpkernels.algorithms.{name}"
+                for name in (algorithm, f"{algorithm}.{device}", "transfers")
             ]
-            assert table[op, way].__module__ in homes
+            assert table[op, algorithm].__module__ in homes
 
 
 def test_every_op_is_in_the_table() -> None:
@@ -168,7 +178,7 @@ def test_every_op_is_in_the_table() -> None:
     assert files - shared == set(OPS)
 
 
-def test_what_is_promised_is_there() -> None:
+def test_public_names_exist() -> None:
     for name in tpkernels.__all__:
         assert getattr(tpkernels, name) is not None
     assert sorted(tpkernels.__all__, key=str.lower) == sorted(set(tpkernels.__all__), key=str.lower)

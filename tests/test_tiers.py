@@ -1,4 +1,5 @@
-"""`make test` runs every op by every algorithm, and every kind of fault; the tiers add to it."""
+"""`make test` runs every op with every algorithm, and every kind of fault. Higher tiers add
+cases."""
 
 from __future__ import annotations
 
@@ -16,16 +17,17 @@ from tpkernels.planning.op_spec import OPS
 LEFT_OUT = {"slow", "thorough"}
 
 
-def left_out(case: object) -> bool:
+def is_left_out(case: object) -> bool:
     return any(mark.name in LEFT_OUT for mark in getattr(case, "marks", ()))
 
 
 def in_default_tier(test: FunctionType) -> bool:
-    """It is not marked, and of each of its parameters there is a value that is not."""
+    """Return True if the test is not marked, and each of its parameters has a value that is not
+    marked."""
     marks = getattr(test, "pytestmark", [])
     sweeps = [mark.args[1] for mark in marks if mark.name == "parametrize"]
     return not LEFT_OUT & {mark.name for mark in marks} and all(
-        not all(map(left_out, list(values))) for values in sweeps
+        not all(map(is_left_out, list(values))) for values in sweeps
     )
 
 
@@ -34,13 +36,13 @@ def test_every_op_by_every_algorithm() -> None:
         assert in_default_tier(module.test_every_dtype_by_every_algorithm)
     elsewhere = {s.name for s in OPS.values() if s.scaled or s.exchanges or s.routed}
     assert {*test_results.NAMES, *elsewhere} == set(OPS)
-    # What the interpreter of kernels runs is in algorithms/test_fused.py, what needs several hosts
-    # in algorithms/test_hierarchical.py.
+    # algorithms/test_fused.py covers `fused` under the interpreter, and
+    # algorithms/test_hierarchical.py covers several hosts.
     for op, spec in OPS.items():
-        run = MATMUL_ALGORITHMS if spec.has_matmul else COLLECTIVE_ALGORITHMS
-        run = test_moe.ALGORITHMS if spec.routed else run
-        there = {algorithm for name, algorithm in TABLES["cpu"] if name == op}
-        assert set(run) == there - {"fused", "hierarchical"} | {"auto"}, op
+        tested = MATMUL_ALGORITHMS if spec.has_matmul else COLLECTIVE_ALGORITHMS
+        tested = test_moe.ALGORITHMS if spec.routed else tested
+        implemented = {algorithm for name, algorithm in TABLES["cpu"] if name == op}
+        assert set(tested) == implemented - {"fused", "hierarchical"} | {"auto"}, op
 
 
 def test_every_op_across_hosts() -> None:
@@ -57,7 +59,7 @@ def test_every_op_across_hosts() -> None:
         "failures.test_memory.test_no_memory_anywhere_in_an_op",
         "failures.test_left.test_a_fork_is_not_a_rank",
         "failures.test_mismatch.test_a_mismatch_reaches_the_ranks_of_several_hosts",
-        "cuda.test_failures.test_a_rank_that_does_not_come_is_a_timeout",
+        "cuda.test_failures.test_an_absent_rank_is_a_timeout",
         "cuda.test_ops.test_a_killed_rank_ends_the_wait",
         "nccl.test_native.test_a_call_that_never_ends_is_given_up",
         "bench.test_results.test_a_damaged_file_is_refused_in_one_line",
@@ -69,19 +71,19 @@ def test_every_kind_of_fault(name: str) -> None:
 
 
 def test_every_layer() -> None:
-    """Folders mirror the package, and have tests that `make test` runs."""
+    """Every subpackage has a test folder with tests that `make test` runs."""
     folders = [path.parent.name for path in (ROOT / "tpkernels").glob("*/__init__.py")]
     assert "ops" in folders
     for folder in folders:
         files = [path.stem for path in (ROOT / "tests" / folder).glob("test_*.py")]
-        tests = [test for file in files for test in _tests_of(f"tests.{folder}.{file}")]
+        tests = [test for file in files for test in _collect_tests(f"tests.{folder}.{file}")]
         assert any(map(in_default_tier, tests)), f"nothing in make test is in tests/{folder}"
 
 
-def _tests_of(name: str) -> list[FunctionType]:
+def _collect_tests(name: str) -> list[FunctionType]:
     try:
         module = importlib.import_module(name)
-    except pytest.skip.Exception:  # it needs what is not installed
+    except pytest.skip.Exception:  # a dependency is not installed
         return []
     marks = getattr(module, "pytestmark", [])
     if LEFT_OUT & {mark.name for mark in (marks if isinstance(marks, list) else [marks])}:

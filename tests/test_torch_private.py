@@ -1,4 +1,5 @@
-"""Private names of torch are in `tpkernels.torch_private` alone: what a new torch may break."""
+"""Private names of torch appear only in `tpkernels.torch_private`, because a new torch may change
+them."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ from tpkernels import torch_private
 PACKAGE = ROOT / "tpkernels"
 HOME = PACKAGE / "torch_private.py"
 
-# Private names that are not torch's. All others that begin with "_", and that the package does not
-# define, are taken for torch's.
-OF_OTHERS = {
-    # the package: an entry of a ``__dict__``, and ends of names
-    *("_lent", "_bias", "_hooks"),
+# Private names of projects other than torch. All remaining names that begin with "_", and that the
+# package does not define, count as names of torch.
+NOT_FROM_TORCH = {
+    # the package: an entry of a ``__dict__``, and suffixes of names
+    *("_original_parameters", "_bias", "_hooks"),
     # Python
     *("_asdict", "_at_fork_reinit", "_exit", "_forkserver", "_forkserver_address"),
     *("_forkserver_pid", "_replace", "_run_finalizers"),
@@ -45,95 +46,99 @@ def is_private(name: str) -> bool:
 
 
 def chain(node: ast.AST) -> list[str]:
-    """["torch", "ops", "aten"] for ``torch.ops.aten``; [] for what is no chain of names."""
+    """Return ["torch", "ops", "aten"] for ``torch.ops.aten``, or [] if the node is not a chain of
+    names."""
     if isinstance(node, ast.Name):
         return [node.id]
     before = chain(node.value) if isinstance(node, ast.Attribute) else []
     return [*before, node.attr] if isinstance(node, ast.Attribute) and before else []
 
 
-def names_of_torch(tree: ast.AST) -> set[str]:
-    """The names that a module has from torch: imported, or assigned from such a name."""
-    found = set()
+def get_torch_names(tree: ast.AST) -> set[str]:
+    """Return the names that a module imports from torch, or assigns from such a name."""
+    names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] == "torch":
-                    found.add(alias.asname or "torch")
+                    names.add(alias.asname or "torch")
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-            found |= {alias.asname or alias.name for alias in node.names}
+            names |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.Assign) and chain(node.value)[:1] == ["torch"]:
-            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return found
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names
 
 
 def defined_names() -> set[str]:
-    """The attributes that the package's classes define: methods, fields, what `self` is given."""
-    found = set()
+    """Return the attributes that the classes of the package define: methods, fields and attributes
+    of `self`."""
+    names = set()
     trees = [
         ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py*") if path.suffix != ".pyc"
     ]
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    for node in (node for each in classes for node in each.body):
+    for node in (node for cls in classes for node in cls.body):
         if isinstance(node, ast.FunctionDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {name for target in targets for name in chain(target)}
-    for node in (node for each in classes for node in ast.walk(each)):
+            names |= {name for target in targets for name in chain(target)}
+    for node in (node for cls in classes for node in ast.walk(cls)):
         match node:
             case ast.Attribute(value=ast.Name("self"), ctx=ast.Store()):
-                found.add(node.attr)
-    return found
+                names.add(node.attr)
+    return names
 
 
 def uses(source: str, defined: set[str]) -> Iterator[tuple[int, str]]:
-    """(line, what is used) of every private name of torch in a module."""
+    """Yield (line, expression) for every private name of torch in a module."""
     tree = ast.parse(source)
-    of_torch = names_of_torch(tree)
+    torch_names = get_torch_names(tree)
     joined = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
-    texts = {part for node in joined for part in node.values}
+    literal_parts = {part for node in joined for part in node.values}
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
         if isinstance(node, ast.Import):
             for alias in node.names:
-                origin, *parts = alias.name.split(".")
-                if origin == "torch" and any(map(is_private, parts)):
+                origin, *submodules = alias.name.split(".")
+                if origin == "torch" and any(map(is_private, submodules)):
                     yield line, alias.name
         elif isinstance(node, ast.ImportFrom):
-            origin, *parts = (node.module or "").split(".")
+            origin, *submodules = (node.module or "").split(".")
             for alias in node.names:
-                if origin == "torch" and any(map(is_private, [*parts, alias.name])):
+                if origin == "torch" and any(map(is_private, [*submodules, alias.name])):
                     yield line, f"{node.module}.{alias.name}"
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
-            whole = chain(node)
+            names = chain(node)
             if hasattr(torch.ops.tpkernels, node.attr):
                 continue
-            unknown = node.attr not in defined | OF_OTHERS
-            if unknown or (whole and whole[0] in of_torch):
+            unknown = node.attr not in defined | NOT_FROM_TORCH
+            if unknown or (names and names[0] in torch_names):
                 yield line, ast.unparse(node)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            # Of a module in `sys.modules`, of an attribute in `getattr` or a ``__dict__``.
+            # A module in `sys.modules`, or an attribute in `getattr` or a ``__dict__``.
             name = node.value
             attribute = re.fullmatch(r"_(?!tpkernels_)[a-z]\w+", name)
-            unknown = attribute is not None and name not in defined | OF_OTHERS
-            if (unknown and node not in texts) or re.fullmatch(r"torch(\.\w+)*\._\w+", name):
+            unknown = attribute is not None and name not in defined | NOT_FROM_TORCH
+            if (unknown and node not in literal_parts) or re.fullmatch(
+                r"torch(\.\w+)*\._\w+", name
+            ):
                 yield line, repr(name)
 
 
 def test_private_names_of_torch_are_in_one_module() -> None:
     defined = defined_names()
-    found = [
-        f"{path.relative_to(ROOT)}:{line}: {what}"
+    misplaced = [
+        f"{path.relative_to(ROOT)}:{line}: {expression}"
         for path in sorted(PACKAGE.rglob("*.py"))
         if path != HOME
-        for line, what in uses(path.read_text(), defined)
+        for line, expression in uses(path.read_text(), defined)
     ]
-    assert not found, "move to tpkernels/torch_private.py:\n" + "\n".join(found)
+    assert not misplaced, "move to tpkernels/torch_private.py:\n" + "\n".join(misplaced)
 
 
 @pytest.mark.parametrize(
-    ("source", "found"),
+    ("source", "expected"),
     [
         ("import torch\ntorch._C", "torch._C"),
         ("import torch\ntorch.cuda._sleep(1)", "torch.cuda._sleep"),
@@ -154,12 +159,14 @@ def test_private_names_of_torch_are_in_one_module() -> None:
         ("from torch import __version__", None),
     ],
 )
-def test_uses_are_found(source: str, found: str | None) -> None:
-    assert [what for _, what in uses(source, {"_apply"})] == ([found] if found else [])
+def test_uses_are_found(source: str, expected: str | None) -> None:
+    assert [expression for _, expression in uses(source, {"_apply"})] == (
+        [expected] if expected else []
+    )
 
 
-def test_what_is_expensive_is_imported_when_it_is_used() -> None:
-    """Importing dynamo or inductor takes seconds."""
+def test_expensive_modules_are_imported_on_use() -> None:
+    """Import the module in a new process. dynamo and inductor, which load for seconds, stay out."""
     code = (
         "import sys, tpkernels.torch_private\n"
         "assert not {'torch._dynamo', 'torch._inductor'} & {*sys.modules}\n"
@@ -168,7 +175,7 @@ def test_what_is_expensive_is_imported_when_it_is_used() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(torch_private._LAZY))
-def test_each_module_is_there(name: str) -> None:
+def test_lazy_modules_exist(name: str) -> None:
     assert getattr(torch_private, name).__name__ == torch_private._LAZY[name]
 
 
@@ -177,11 +184,11 @@ def test_other_names_are_refused() -> None:
         torch_private.missing  # type: ignore[attr-defined]  # noqa: B018
 
 
-def test_the_extension_takes_what_is_listed() -> None:
-    """Under names that torch has."""
+def test_the_extension_uses_the_listed_names() -> None:
+    """Compare the names of torch in csrc/calls with the list. torch must have all of them."""
     sources = "".join(path.read_text() for path in sorted((ROOT / "csrc" / "calls").glob("*")))
-    taken = re.findall(r'\("(torch[\w.]*)",\s*"(\w+)"\)', sources)
-    private = {(module, name) for module, name in taken if "._" in f"{module}.{name}"}
-    assert private == set(torch_private.OF_EXTENSION)
-    for module, name in torch_private.OF_EXTENSION:
+    used = re.findall(r'\("(torch[\w.]*)",\s*"(\w+)"\)', sources)
+    private = {(module, name) for module, name in used if "._" in f"{module}.{name}"}
+    assert private == set(torch_private.EXTENSION_NAMES)
+    for module, name in torch_private.EXTENSION_NAMES:
         assert hasattr(importlib.import_module(module), name), f"{module}.{name}"

@@ -1,5 +1,5 @@
-"""What the wheel holds and which libraries it needs: those of every Linux. Torch's, CUDA's and NCCL
-are found at run time."""
+"""Contents of the wheel, and the shared libraries that it needs. Only libraries of every Linux
+system are needed: torch, CUDA and NCCL are found at run time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tpkernels import _C
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The part of manylinux's list that C++ and threads need.
+# Libraries of the manylinux list that C++ and threads need.
 SYSTEM_LIBRARIES = re.compile(
     r"lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+)\.so\.\d+|ld-linux-[\w-]+\.so\.\d+"
 )
@@ -46,7 +46,7 @@ def require_system_libraries(library: str | Path) -> None:
     assert not [name for name in needed if not SYSTEM_LIBRARIES.fullmatch(name)], needed
 
 
-def test_the_version_is_the_same_everywhere() -> None:
+def test_versions_are_equal() -> None:
     project = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert project is not None
@@ -61,15 +61,16 @@ def test_the_extension_needs_no_library_beyond_the_system() -> None:
 @pytest.mark.slow
 @needs_readelf
 @pytest.mark.timeout(900)  # compiles everything
-def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
-    """Built from the source archive, so what that lacks is missing here too."""
+def test_the_wheel_contains_only_the_package(tmp_path: Path) -> None:
+    """The wheel is built from the source archive, so a file that is missing there is missing in the
+    wheel."""
     pytest.importorskip("build")
     tree, out = tmp_path / "tree", tmp_path / "out"
-    made = ["build", "dist", ".git*", ".venv*", "*.so", "*.egg-info", "__pycache__", ".*_cache"]
-    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*made))
+    ignored = ["build", "dist", ".git*", ".venv*", "*.so", "*.egg-info", "__pycache__", ".*_cache"]
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*ignored))
     built = subprocess.run(
         [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(tree)],
-        env={**os.environ, "TPKERNELS_CUDA": "0"},  # nvcc would take minutes
+        env={**os.environ, "TPKERNELS_CUDA": "0"},  # nvcc would need minutes
         capture_output=True,
         text=True,
         check=False,

@@ -1,7 +1,7 @@
 """Fused communication and compute for tensor parallelism in PyTorch.
 
-The ops are ``torch.ops.tpkernels.*``. The functions of the same names here take a ProcessGroup, a
-DeviceMesh (dimension) or a group's name.
+The ops are ``torch.ops.tpkernels.*``. Their ``group`` is the name of a group. The functions with
+the same names in this module also accept a ProcessGroup, a DeviceMesh or a (mesh, dim) tuple.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from tpkernels.groups import check, empty, finalize
 from tpkernels.launch.initialization import init
 from tpkernels.launch.spmd import spmd
 from tpkernels.local.packed import pack, unpack
-from tpkernels.local.product import CustomMatmul
+from tpkernels.local.weight import CustomMatmul
 from tpkernels.ops import *  # noqa: F403
 from tpkernels.ops.grouped_matmul import grouped_matmul
 from tpkernels.ops.scaled_grouped_matmul import scaled_grouped_matmul
@@ -67,12 +67,13 @@ __all__ = [
 __all__ += ops.__all__
 
 if TYPE_CHECKING:
-    from tpkernels.mesh.products import sharded_matmul
+    from tpkernels.mesh.matmul import sharded_matmul
 
 
 def __getattr__(name: str) -> Any:
-    """Import DTensor with the function for it: that takes half as long as torch itself."""
+    """Import `sharded_matmul` on first access. It needs DTensor, and the import of DTensor costs
+    half as much time as the import of torch."""
     if name != "sharded_matmul":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = function = mesh.sharded_matmul  # the next access does without this function
+    globals()[name] = function = mesh.sharded_matmul  # the next access does not call __getattr__
     return function

@@ -1,17 +1,17 @@
-"""Errors of collectives. Invalid input raises ``ValueError`` or ``TypeError``, and valid input that
-is not supported ``NotImplementedError``.
+"""Errors of collectives. Invalid input raises ``ValueError`` or ``TypeError``. Valid input that is
+not supported raises ``NotImplementedError``.
 
     RuntimeError
-    |-- TpkernelsError                    the group is broken, or the call was not the peers'
-    |   |-- PeerLostError                 a peer ended, or left the call
-    |   |-- CollectiveTimeoutError        a peer lives, and did not come in time
-    |   |-- CollectiveMismatchError       a peer made another call
+    |-- TpkernelsError                    the group is broken, or the calls of the ranks differ
+    |   |-- PeerLostError                 a peer exited, or left the call with an error
+    |   |-- CollectiveTimeoutError        a peer is alive, but did not start the call in time
+    |   |-- CollectiveMismatchError       the call of a peer differs
     |   `-- GroupBrokenError              an earlier call failed
-    `-- CaptureError                      a CUDA graph's capture needs a call before it
+    `-- CaptureError                      a CUDA graph capture needs a warm-up call
     ValueError
-    `-- RoutingError                      a token of any rank is routed to no expert
+    `-- RoutingError                      an expert id is out of range, or max_rows is exceeded
     MemoryError
-    `-- WorkspaceMemoryError              no memory for a call's workspace, found by all ranks
+    `-- WorkspaceMemoryError              the workspace of a call cannot grow
 """
 
 from __future__ import annotations
@@ -33,40 +33,43 @@ class TpkernelsError(RuntimeError):
 
 
 class PeerLostError(TpkernelsError):
-    """A peer's process ended, or an error of its own made it leave the call."""
+    """The process of a peer exited, or the peer left the call with an error."""
 
 
 class CollectiveTimeoutError(TpkernelsError):
-    """A peer is alive but did not make the call within the group's timeout."""
+    """A peer is alive but did not start the call within the timeout of the group."""
 
 
 class CollectiveMismatchError(TpkernelsError):
-    """Ranks of one group made different calls: they differ in op, shapes, dtypes or options."""
+    """The calls of the ranks differ in op, shapes, dtypes or options."""
 
 
 class GroupBrokenError(TpkernelsError):
-    """The group failed in an earlier call and cannot be used any more; make a new one."""
+    """An earlier call of the group failed. The group can no longer be used; create a new group."""
 
 
 class CaptureError(RuntimeError):
-    """A call that is being captured into a graph needs something that only a call outside a capture
-    can set up. Nothing that the call has queued runs if the capture is not replayed, so its group
-    can go on."""
+    """A call during CUDA graph capture needs setup that is only possible outside a capture.
+
+    The group remains usable, provided that the captured graph is discarded."""
 
 
 class WorkspaceMemoryError(MemoryError):
-    """The workspace on GPUs cannot grow for a call, because a rank lacks the memory. All ranks
-    raise it before the call sends anything, so their group can go on."""
+    """The GPU workspace cannot grow for a call, because a rank does not have enough memory.
+
+    All ranks raise it before the call sends data, so the group remains usable."""
 
 
 class RoutingError(ValueError):
-    """A token is routed to an expert that there is not, or more than ``max_rows`` routes lead to a
-    rank's experts. All ranks know all routes, and raise it before the call sends anything, so their
-    group can go on."""
+    """An expert id is out of range, or more than ``max_rows`` (token, expert) assignments belong to
+    the experts of a rank.
+
+    Every rank checks the assignments of all ranks and raises it before the call sends data, so the
+    group remains usable."""
 
 
-#: After these the group can go on.
-HARMLESS = CaptureError, WorkspaceMemoryError, RoutingError
+#: Errors after which the group remains usable.
+RECOVERABLE = CaptureError, WorkspaceMemoryError, RoutingError
 
 
 def _rebuild(cls: type[TpkernelsError], message: str, peer: int | None) -> TpkernelsError:

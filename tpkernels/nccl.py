@@ -4,19 +4,21 @@ NCCL is loaded on first use, so this module imports on machines without NCCL and
 
 Problem: a NCCL call may wait for peers forever, in the call itself or later on the device.
 
-Algorithm: the communicator is non-blocking. NCCL runs anything that may wait on a thread of its
-own, and the call returns at once with "in progress". The caller then polls for the result until the
-work completes or the deadline passes. After a failure or the deadline it aborts, which also ends
-work on the device. Abort and destroy may join NCCL's threads, so they run on a separate thread; if
-that does not return in time, it is abandoned together with the communicator.
+Algorithm: the communicator is non-blocking. NCCL runs everything that may wait on a separate
+thread, and the call returns immediately with "in progress". The caller polls for the result until
+the work completes or the deadline passes. After a failure or the deadline it aborts the
+communicator. The abort also ends work on the device. Abort and destroy may join NCCL threads, so
+they run on a separate thread. If they do not return in time, that thread and the communicator are
+abandoned.
 
-Sync (`_Bounded`): ``_turn`` admits one call at a time, from its start to its completion, because
-NCCL refuses a second call while one is in progress. ``_in_nccl`` is held during each NCCL function
-but not between polls, so another thread can check or abort meanwhile. Abort and destroy free NCCL's
-communicator, so ``_ended_by`` is set before they run and checked before each use.
+Sync (`_Bounded`): ``_call_lock`` is held from the start of a call to its completion, because NCCL
+refuses a second call while one is in progress. ``_nccl_lock`` is held during each NCCL function but
+not between polls, so a different thread can check or abort. Abort and destroy free the NCCL
+communicator. ``_end_reason`` is therefore set before they run and checked before each NCCL
+function.
 
-The operations of a group are enqueued in one call. So NCCL's own group is never open between two of
-our calls, where an abort would leave it holding operations of a freed communicator.
+All operations of a group are enqueued in one call, so no NCCL group stays open between calls. An
+abort would leave such a group with operations of a freed communicator.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ import torch
 
 from tpkernels import _C, groups
 from tpkernels.common import defaults, dtypes
-from tpkernels.common.text import of_error
+from tpkernels.common.text import describe_error
 from tpkernels.errors import (
     CollectiveTimeoutError,
     GroupBrokenError,
@@ -48,8 +50,8 @@ from tpkernels.symm.exchange import Participant
 __all__ = ["Communicator", "facts", "load"]
 
 SONAME = "libnccl.so.2"
-_PAUSES = 2e-5, 1e-3  # s between polls: the first, and the longest
-_ABORT_SECONDS = 5.0  # that an abort may take; the timeout, if that is shorter
+_POLL_SECONDS = 2e-5, 1e-3  # first and longest interval between polls
+_ABORT_SECONDS = 5.0  # limit for an abort, if the timeout is not shorter
 _DTYPES = {torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9}
 _SUCCESS, _REMOTE_ERROR, _IN_PROGRESS, _TIMEOUT = 0, 6, 7, 8  # ncclResult_t
 
@@ -57,24 +59,27 @@ Operation: TypeAlias = tuple[str, int, int, int, int, int, int]  #: see csrc/ncc
 
 
 class Communicator:
-    """A NCCL communicator. Creating one is collective: all ranks of ``group`` do it together, with
-    the same timeout. Each rank uses the CUDA device that is current when it does.
+    """A NCCL communicator with bounded calls.
 
-    Every method returns within ``timeout`` or raises; after an error no further call is possible.
-    Methods that move data take contiguous tensors, enqueue their work on torch's current stream and
-    return; `check` and `wait` report whether it succeeded. `close` the communicator when it is no
-    longer needed: one that is garbage-collected first is aborted, with all work in flight.
+    The constructor is collective: all ranks of ``group`` call it with the same timeout. Each rank
+    uses its current CUDA device.
+
+    Every method returns within ``timeout`` or raises. After an error no further call is possible.
+    Methods that move data require contiguous tensors. They enqueue the work on the current torch
+    stream and return; `check` and `wait` report whether it succeeded. `close` the communicator when
+    it is no longer needed. If it is garbage-collected before `close`, it is aborted with all work
+    in flight.
 
     Args:
-        group: a ProcessGroup, a DeviceMesh (dimension) or a group's name. It is used to set up the
-            communicator, and may be destroyed afterwards.
+        group: a ProcessGroup, a DeviceMesh (dimension) or the name of a group. It is used for the
+            setup of the communicator and may be destroyed afterwards.
         timeout: limit for one call, in seconds.
-        library: path of the NCCL to use; by default the one that ``tpkernels info`` shows.
+        library: path of the NCCL library; by default the library that ``tpkernels info`` shows.
 
     Raises:
         ValueError: the timeout is out of range or differs between ranks.
-        NotImplementedError: there is no CUDA device, or no NCCL that is new enough.
-        TpkernelsError: a rank cannot take part or did not come in time; raised on all ranks.
+        NotImplementedError: torch sees no CUDA device, or no NCCL 2.14 or newer is found.
+        TpkernelsError: a rank cannot create a communicator or timed out; raised on all ranks.
     """
 
     def __init__(
@@ -82,37 +87,56 @@ class Communicator:
     ) -> None:
         if not 0 < timeout <= 86400:
             raise ValueError(f"timeout must be in (0, 86400] seconds, not {timeout}")
-        members = groups.get(groups.name_of(group))
+        members = groups.get(groups.group_name(group))
         self.timeout, self.rank, self.world = timeout, members.rank, members.world
-        with members.turn():
+        with members.locked():
             self.library, self.device, unique_id = _bootstrap(members.participant(timeout), library)
             name = f"NCCL communicator '{members.name}', rank {self.rank} of {self.world}"
             native = _C.nccl.Communicator(self.library, unique_id, self.rank, self.world)
             self._native = _Bounded(native, self.library, name, timeout)
-        # The calls of each thread's `group`, with their tensors: their memory must not be reused
-        # before they are enqueued.
+        # Calls in the open `group` block of each thread, with their tensors. The references keep
+        # the memory from being reused before the calls are enqueued.
         self._batch = threading.local()
-        # Runs at exit too: work left on the device would wait for its peers.
+        # Also runs at exit, because work left on the device would wait for its peers.
         weakref.finalize(self, self._native.abort, "it was garbage-collected before it was closed")
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Concatenate the ``x`` of all ranks along dim 0, in rank order."""
+        """All-gather ``x`` along dim 0, in rank order.
+
+        Args:
+            x: [rows, ...], the same shape on all ranks.
+
+        Returns:
+            A tensor [world * rows, ...].
+        """
         rows = self.world * self._shard(x, 1)
         return self._enqueue("all_gather", x, x.new_empty([rows, *x.shape[1:]]))
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard, along dim 0, of what `all_reduce` returns."""
+        """Reduce-scatter ``x`` along dim 0, summed in NCCL order and in the dtype of x.
+
+        Args:
+            x: [rows, ...], with rows divisible by the number of ranks.
+
+        Returns:
+            The local shard of the sum, [rows / world, ...].
+        """
         rows = self._shard(x, self.world)
         return self._enqueue("reduce_scatter", x, x.new_empty([rows, *x.shape[1:]]))
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum all ranks' ``x``, in NCCL's order and in x's dtype."""
+        """All-reduce ``x``, summed in NCCL order and in the dtype of x. Returns a new tensor."""
         self._check(x)
         return self._enqueue("all_reduce", x, torch.empty_like(x))
 
     def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
-        """Send shard r of ``x`` along dim 0 to rank r, and return the shards received, in rank
-        order. For shards of different sizes, `send` and `recv` them in one `group`."""
+        """Send shard r of ``x`` along dim 0 to rank r.
+
+        Returns:
+            The received shards, concatenated in rank order; the shape of ``x``.
+
+        For shards of different sizes, use `send` and `recv` in one `group` block.
+        """
         rows, out = self._shard(x, self.world), torch.empty_like(x)
         with self.group() if self._open_group is None else contextlib.nullcontext():
             for peer in range(self.world):
@@ -121,22 +145,22 @@ class Communicator:
         return out
 
     def broadcast(self, x: torch.Tensor, root: int) -> torch.Tensor:
-        """Overwrite ``x`` with the root's ``x``, and return it."""
+        """Broadcast ``x`` of rank ``root`` in place, and return ``x``."""
         return self._enqueue_with("broadcast", x, root, "root")
 
     def send(self, x: torch.Tensor, peer: int) -> None:
-        """Send ``x``; the peer must receive as many elements. Sends and receives that wait for each
-        other must be in one `group`."""
+        """Send ``x`` to ``peer``, which must receive the same number of elements. Sends and
+        receives that depend on each other must be in one `group` block."""
         self._enqueue_with("send", x, peer, "peer")
 
     def recv(self, x: torch.Tensor, peer: int) -> torch.Tensor:
-        """Overwrite ``x`` with what the peer sends, and return it."""
+        """Receive into ``x`` from ``peer``, and return ``x``."""
         return self._enqueue_with("recv", x, peer, "peer")
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
-        """Start all calls that this thread makes in the block as one, when the block ends. If the
-        block raises, none is started."""
+        """Batch the calls of this thread in the block into one NCCL group. The group starts when
+        the block ends. If the block raises, no call starts."""
         if self._open_group is not None:
             raise RuntimeError("this thread is already in a group() block of the communicator")
         calls = self._batch.calls = []
@@ -148,20 +172,24 @@ class Communicator:
             self._native.enqueue([operation for operation, *_ in calls])
 
     def check(self) -> None:
-        """Abort and raise if an enqueued operation has failed. May be called from any thread.
+        """Abort and raise if an enqueued operation has failed. Callable from any thread.
 
         Raises:
-            PeerLostError: a peer's process or the link to it is gone.
-            TpkernelsError: NCCL reports another error.
+            PeerLostError: the process of a peer ended, or the link to it failed.
+            TpkernelsError: NCCL reports a different error.
         """
         self._native.check()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the current stream has run all work enqueued so far, for at most ``timeout``
-        seconds (the communicator's), calling `check` meanwhile.
+        """Wait until the current stream has run all work enqueued so far. Calls `check` while it
+        waits.
+
+        Args:
+            timeout: limit in seconds; by default the timeout of the communicator.
 
         Raises:
-            CollectiveTimeoutError: the stream was not done in time; the communicator was aborted.
+            CollectiveTimeoutError: the stream did not complete in time; the communicator was
+                aborted.
         """
         limit = self.timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
@@ -170,18 +198,19 @@ class Communicator:
         while not done.query():
             self.check()
             if time.monotonic() >= deadline:
-                text = f"enqueued work did not complete within {limit:g} s"
-                self._native.fail(CollectiveTimeoutError, text)
-            time.sleep(_PAUSES[1])
+                message = f"enqueued work did not complete within {limit:g} s"
+                self._native.fail(CollectiveTimeoutError, message)
+            time.sleep(_POLL_SECONDS[1])
         self.check()
 
     def close(self) -> None:
-        """Wait until all ranks have finished all operations, then free the communicator.
-        Collective and idempotent; does nothing after a failure."""
+        """Wait until all ranks have completed all operations, then free the communicator.
+        Collective and idempotent. Does nothing after a failure."""
         self._native.close()
 
     def abort(self) -> None:
-        """Cancel work in flight and free the communicator, from any thread. Peers' calls fail."""
+        """Cancel work in flight and free the communicator. Callable from any thread. Calls of the
+        peers fail."""
         self._native.abort("it was aborted")
 
     def __enter__(self) -> Communicator:
@@ -190,8 +219,8 @@ class Communicator:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
-        else:  # Closing would wait for peers that may wait for this rank.
-            self._native.abort(of_error(error))
+        else:  # closing could deadlock: peers may wait for this rank
+            self._native.abort(describe_error(error))
 
     @property
     def _open_group(self) -> list[tuple[Operation, torch.Tensor, torch.Tensor]] | None:
@@ -200,8 +229,8 @@ class Communicator:
     def _enqueue(
         self, kind: str, x: torch.Tensor, out: torch.Tensor, peer: int = 0
     ) -> torch.Tensor:
-        count = min(x.numel(), out.numel())  # NCCL counts the elements of a shard
-        if count == 0:  # on all ranks
+        count = min(x.numel(), out.numel())  # the count argument of NCCL: elements of a shard
+        if count == 0:  # zero on all ranks
             self.check()
             return out
         stream = torch.cuda.current_stream(self.device).cuda_stream
@@ -233,7 +262,7 @@ class Communicator:
             )
 
     def _shard(self, x: torch.Tensor, ranks: int) -> int:
-        """Return the rows of ``x`` for each of so many ranks."""
+        """Return the number of rows per rank if ``x`` is split into ``ranks`` shards."""
         self._check(x)
         if x.dim() < 1 or x.shape[0] % ranks:
             raise ValueError(
@@ -244,67 +273,69 @@ class Communicator:
 
 
 class _Bounded:
-    """NCCL's communicator, whose calls return within ``timeout`` or raise; see above."""
+    """A NCCL communicator whose calls return within ``timeout`` or raise. See the module
+    docstring."""
 
     def __init__(
         self, native: _C.nccl.Communicator, library: _C.nccl.Library, name: str, timeout: float
     ) -> None:
         self._native, self._library, self._name, self._timeout = native, library, name, timeout
-        self._turn, self._in_nccl = threading.Lock(), threading.Lock()
-        self._ending = threading.Lock()  # held from the end on
-        self._ended_by = ""
+        self._call_lock, self._nccl_lock = threading.Lock(), threading.Lock()
+        self._end_lock = threading.Lock()  # acquired once and never released
+        self._end_reason = ""
         self._pid = os.getpid()
-        self._call("setup", lambda: _SUCCESS)  # which has begun
+        self._call("setup", lambda: _SUCCESS)  # the constructor of `native` has started it
 
     def enqueue(self, operations: Sequence[Operation]) -> None:
-        """Return when the operations, which start as one, are on their streams."""
+        """Start the operations as one NCCL group. Returns when they are on their streams."""
         more = f" and {len(operations) - 1} more" if len(operations) > 1 else ""
         self._call(f"{operations[0][0]}{more}", lambda: self._native.enqueue(operations))
 
     def check(self) -> None:
-        code = self._ask(self._native.async_error)
+        code = self._run_locked(self._native.async_error)
         if code not in (_SUCCESS, _IN_PROGRESS):
             self._fail_with("an operation in flight", code)
 
     def close(self) -> None:
-        if self._ended_by:
+        if self._end_reason:
             return
         self._call("close", self._native.finalize)
-        if not self._end(False, "it was closed"):
-            text = "ncclCommDestroy did not return in time and was abandoned"
-            raise CollectiveTimeoutError(f"{self._name}: {text}")
+        if not self._release(False, "it was closed"):
+            message = "ncclCommDestroy did not return in time and was abandoned"
+            raise CollectiveTimeoutError(f"{self._name}: {message}")
 
-    def abort(self, why: str) -> bool:
-        """End the work on the device; later calls report ``why``. Return whether NCCL returned in
-        time."""
+    def abort(self, reason: str) -> bool:
+        """End the work on the device. Later calls report ``reason``. Returns whether NCCL returned
+        in time."""
         if os.getpid() != self._pid:
-            return True  # the parent still uses its sockets and device
-        return self._end(True, why)
+            return True  # a fork: the parent still uses the sockets and the device
+        return self._release(True, reason)
 
-    def fail(self, kind: type[TpkernelsError], text: str) -> NoReturn:
-        """Abort and raise."""
-        text = f"{self._name}: {text}"
-        if not self.abort(text):
-            text += "; ncclCommAbort did not return and was abandoned"
-        raise kind(f"{text}. The communicator is broken; create a new communicator.")
+    def fail(self, kind: type[TpkernelsError], message: str) -> NoReturn:
+        """Abort the communicator and raise an error of this class."""
+        message = f"{self._name}: {message}"
+        if not self.abort(message):
+            message += "; ncclCommAbort did not return and was abandoned"
+        raise kind(f"{message}. The communicator is broken; create a new communicator.")
 
     def _fail_with(self, call: str, code: int) -> NoReturn:
         kinds = {_REMOTE_ERROR: PeerLostError, _TIMEOUT: CollectiveTimeoutError}
-        text = f"{call} failed: {self._library.error_text(code)}"
-        self.fail(kinds.get(code, TpkernelsError), text)
+        message = f"{call} failed: {self._library.error_message(code)}"
+        self.fail(kinds.get(code, TpkernelsError), message)
 
     def _call(self, call: str, function: Callable[[], int]) -> None:
-        """Run a NCCL function, from its start to its completion."""
+        """Run a NCCL function and wait for its completion."""
         self._require_usable()
-        if not self._turn.acquire(timeout=self._timeout):
+        if not self._call_lock.acquire(timeout=self._timeout):
             raise CollectiveTimeoutError(
                 f"{self._name}: {call} waited {self._timeout:g} s for a call on a different thread"
             )
         try:
-            deadline, (pause, longest) = time.monotonic() + self._timeout, _PAUSES
-            code = self._ask(function)
-            while code in (_SUCCESS, _IN_PROGRESS):  # some return success while in progress
-                code = self._ask(self._native.async_error)
+            deadline, (pause, longest) = time.monotonic() + self._timeout, _POLL_SECONDS
+            code = self._run_locked(function)
+            # Some functions return success while they are in progress.
+            while code in (_SUCCESS, _IN_PROGRESS):
+                code = self._run_locked(self._native.async_error)
                 if code == _SUCCESS:
                     return
                 if code == _IN_PROGRESS:
@@ -318,15 +349,16 @@ class _Bounded:
                     pause = min(2 * pause, longest)
             self._fail_with(call, code)
         except BaseException as error:
-            self.abort(f"{call} was interrupted by {of_error(error)}")  # unless it has ended
+            # No effect if the communicator has ended already.
+            self.abort(f"{call} was interrupted by {describe_error(error)}")
             raise
         finally:
-            self._turn.release()
+            self._call_lock.release()
 
-    def _ask(self, function: Callable[[], int]) -> int:
-        """Return the result of one NCCL function."""
-        self._require_usable()  # before the lock, which a fork may find taken
-        with self._in_nccl:
+    def _run_locked(self, function: Callable[[], int]) -> int:
+        """Run one NCCL function, holding ``_nccl_lock``."""
+        self._require_usable()  # before locking: in a fork the lock may be held forever
+        with self._nccl_lock:
             self._require_usable()
             return function()
 
@@ -336,31 +368,31 @@ class _Bounded:
                 f"{self._name} belongs to process {self._pid}, and process {os.getpid()} is a fork "
                 "of it; create a communicator in the fork"
             )
-        if self._ended_by:
+        if self._end_reason:
             raise GroupBrokenError(
                 f"{self._name} cannot run more calls; create a new communicator. The reason: "
-                f"{self._ended_by}"
+                f"{self._end_reason}"
             )
 
-    def _end(self, aborts: bool, why: str) -> bool:
-        """Abort or destroy, once. Return whether NCCL returned in time."""
-        if not self._ending.acquire(blocking=False):
+    def _release(self, aborts: bool, reason: str) -> bool:
+        """Abort or destroy the communicator, once. Returns whether NCCL returned in time."""
+        if not self._end_lock.acquire(blocking=False):
             return True
-        self._ended_by, seconds = why, min(self._timeout, _ABORT_SECONDS)
-        # A thread that holds the lock for longer is stuck in NCCL, and only an abort can free it.
-        locked = self._in_nccl.acquire(timeout=seconds)
+        self._end_reason, seconds = reason, min(self._timeout, _ABORT_SECONDS)
+        # A thread that holds the lock for longer hangs in NCCL, and only an abort can release it.
+        locked = self._nccl_lock.acquire(timeout=seconds)
         try:
             return self._native.free(aborts, seconds)
         finally:
             if locked:
-                self._in_nccl.release()
+                self._nccl_lock.release()
 
 
-# Set-up.
+# Setup.
 
 
 def _current_device() -> torch.device:
-    """Return the current CUDA device, after creating its context, which NCCL needs."""
+    """Return the current CUDA device after creating its context, because NCCL requires one."""
     if not torch.cuda.is_available():
         raise NotImplementedError(
             f"a NCCL communicator needs a CUDA device, but torch {torch.__version__} does not see "
@@ -374,39 +406,39 @@ def _current_device() -> torch.device:
 def _bootstrap(
     participant: Participant, path: str | None
 ) -> tuple[_C.nccl.Library, torch.device, bytes]:
-    """Return the library, the device and rank 0's unique id. Collective: the ranks exchange
-    capabilities before NCCL is initialised, so that all raise if one cannot take part."""
+    """Return the library, the device and the unique id of rank 0. Collective. The ranks exchange
+    reports before NCCL is initialised, so that all ranks raise if a rank cannot participate."""
     report: dict[str, Any] = {"timeout": participant.timeout}
     failure: Exception | None = None
     try:
         device, library = _current_device(), load(path)
         code, unique_id = library.unique_id() if participant.rank == 0 else (_SUCCESS, b"")
         if code != _SUCCESS:
-            raise TpkernelsError(f"ncclGetUniqueId failed: {library.error_text(code)}")
+            raise TpkernelsError(f"ncclGetUniqueId failed: {library.error_message(code)}")
         report |= {"NCCL": library.version, "unique_id": unique_id.hex()}
-    except Exception as error:  # of any kind: the other ranks must learn of it
-        failure, report["error"] = error, of_error(error)
+    except Exception as error:  # sent to the other ranks, whatever its class
+        failure, report["error"] = error, describe_error(error)
     reports = participant.exchange("NCCL communicator", report)
     if failure is not None:
         raise failure
-    where = f"NCCL communicator of group '{participant.group}'"
+    prefix = f"NCCL communicator of group '{participant.group}'"
     for rank, other in enumerate(reports):
         if "error" in other:
-            text = f"{where}: rank {rank} cannot take part: {other['error']}"
-            raise TpkernelsError(text, peer=rank)
+            message = f"{prefix}: rank {rank} cannot take part: {other['error']}"
+            raise TpkernelsError(message, peer=rank)
     for key, kind in (("timeout", ValueError), ("NCCL", TpkernelsError)):
         values = [other[key] for other in reports]
         if len(set(values)) > 1:
-            raise kind(f"{where}: the ranks have {key} {values}; all ranks must have the same")
+            raise kind(f"{prefix}: the ranks have {key} {values}; all ranks must have the same")
     return library, device, bytes.fromhex(reports[0]["unique_id"])
 
 
 # The library.
 
 
-def _candidates() -> Iterator[tuple[str, str]]:
-    """Yield where a NCCL is from and its file, the best one first: torch's own, if it has one, is
-    loaded in this process."""
+def _library_candidates() -> Iterator[tuple[str, str]]:
+    """Yield (origin, file) of NCCL libraries in order of preference. The library of torch, if any,
+    is already loaded in this process."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "libnccl.so" in line:
             yield "loaded in this process", line.split(maxsplit=5)[5]
@@ -418,9 +450,9 @@ def _candidates() -> Iterator[tuple[str, str]]:
 
 
 def _find() -> tuple[str, _C.nccl.Library]:
-    """Return where the best NCCL is from, and the library: see `load`."""
+    """Return the origin and the library that `load` selects."""
     refusals = []
-    for origin, name in dict.fromkeys(_candidates()):
+    for origin, name in dict.fromkeys(_library_candidates()):
         try:
             return origin, _C.nccl.Library(name)
         except NotImplementedError as error:
@@ -432,18 +464,24 @@ def _find() -> tuple[str, _C.nccl.Library]:
 
 
 def load(library: str | None = None) -> _C.nccl.Library:
-    """Load NCCL from a file, or the process's own copy (torch's), that of an ``nvidia-nccl`` wheel
-    or the system's, in this order. The result has its ``path`` and ``version``.
+    """Load the NCCL library.
+
+    Args:
+        library: path of the file. By default, the first of: the library loaded in this process (by
+            torch), an ``nvidia-nccl`` wheel, the system library.
+
+    Returns:
+        The library, with attributes ``path`` and ``version``.
 
     Raises:
-        NotImplementedError: there is none, or it is older than 2.14.
+        NotImplementedError: no library was found, or it is older than 2.14.
     """
     return _find()[1] if library is None else _C.nccl.Library(library)
 
 
 def facts() -> dict[str, Any]:
-    """Describe the NCCL that `load` would load: its ``path``, ``version`` and ``origin``. Without
-    NCCL, only ``unsupported``: the reason."""
+    """Return a dict with ``path``, ``version`` and ``origin`` of the library that `load` selects,
+    or with ``unsupported``, the reason, if no library can be loaded."""
     try:
         origin, library = _find()
     except NotImplementedError as error:

@@ -1,9 +1,9 @@
-"""Where a result differs from its reference, and by how much::
+"""Compare a result with its reference, element by element and region by region::
 
     print(tpkernels.numerics.compare(expected, y, atol=1e-2, rtol=1.6e-2, region_grid=(sizes, 4)))
 
-`compare` views a tensor as a matrix: all leading dims flattened, by the last dim. It cuts the
-matrix into a grid of regions, so that one wrong shard stands out.
+`compare` views a tensor as a matrix: all dims except the last are flattened. It splits the matrix
+into a grid of regions, so that a wrong shard is visible.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tpkernels.common.shards import shard_sizes
 
 __all__ = ["Element", "Region", "Report", "compare"]
 
-# How one side of the matrix is cut: the number of parts, or their sizes.
+# Split of the rows or columns: the number of regions, or their sizes.
 Cuts: TypeAlias = int | Sequence[int]
 
 _DEFAULT_GRID = (8, 4)
@@ -31,25 +31,25 @@ _LARGEST = torch.finfo(torch.float64).max
 
 @dataclass(frozen=True)
 class Element:
-    """One element of both tensors."""
+    """An element of both tensors."""
 
     index: tuple[int, ...]
-    reference: float  #: its value in the reference
-    result: float  #: its value in the result
+    reference: float  #: value in the reference
+    result: float  #: value in the result
 
 
 @dataclass(frozen=True)
 class Region:
-    """A block of the matrix. It may be empty: the shard of a rank without rows."""
+    """A block of the matrix. It is empty for the shard of a rank without rows."""
 
     rows: tuple[int, int]  #: [begin, end)
     columns: tuple[int, int]  #: [begin, end)
-    fraction: float  #: of the elements that are above tolerance, 0 to 1
+    fraction: float  #: fraction of elements above tolerance, 0 to 1
     largest: float  #: largest difference
 
     @property
     def empty(self) -> bool:
-        """Return whether it has no elements."""
+        """Return whether the region has no elements."""
         return self.rows[0] == self.rows[1] or self.columns[0] == self.columns[1]
 
 
@@ -57,27 +57,27 @@ class Region:
 class Report:
     """The result of `compare`. Differences are absolute and in float64.
 
-    The difference is infinite if either value is NaN or infinite and the other is not the same.
-    Such an element is above any tolerance. For an empty tensor, all numbers are 0.
+    If exactly one value is NaN, or the values differ and at least one is infinite, the difference
+    is infinite. Such an element is above any tolerance. For an empty tensor, all numbers are 0.
     """
 
-    passed: bool  #: whether no element is above tolerance
+    passed: bool  #: whether all elements are within tolerance
     shape: tuple[int, ...]
     reference_dtype: torch.dtype
     result_dtype: torch.dtype
-    atol: float | None  #: None: each element has its own
+    atol: float | None  #: absolute tolerance; None for a tensor of tolerances
     rtol: float
     max: float  #: largest difference
-    mean: float  #: of the finite differences; infinite if there are none
-    median: float  #: of the finite differences; infinite if there are none
+    mean: float  #: mean of the finite differences; infinite if no difference is finite
+    median: float  #: median of the finite differences; infinite if no difference is finite
     above: int  #: number of elements above tolerance
     not_finite: int  #: number of infinite differences
-    worst: Element | None  #: the element furthest above, or closest below, its tolerance
+    worst: Element | None  #: the element with the largest (difference - tolerance)
     regions: tuple[tuple[Region, ...], ...]  #: ``regions[i][j]``: row i, column j of the grid
 
     @property
     def fraction(self) -> float:
-        """Return the fraction of the elements that are above tolerance, 0 to 1."""
+        """Return the fraction of elements above tolerance, 0 to 1."""
         return self.above / max(1, math.prod(self.shape))
 
     def __str__(self) -> str:
@@ -102,8 +102,8 @@ class Report:
         for i, line in enumerate(self.regions):
             cells.append([f"{i}  {line[0].rows[0]}:{line[0].rows[1]}", *map(_cell, line)])
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        for texts in cells:
-            lines.append("  " + "  ".join(map(str.rjust, texts, widths)))
+        for row in cells:
+            lines.append("  " + "  ".join(map(str.rjust, row, widths)))
         return "\n".join(lines)
 
 
@@ -116,26 +116,26 @@ def compare(
 ) -> Report:
     """Compare a result with its reference, element by element and region by region.
 
-    An element is above tolerance if ``|out - ref| > atol + rtol * |ref|``. It also is if either
-    value is NaN or infinite and the other is not the same.
+    An element is above tolerance if ``|out - ref| > atol + rtol * |ref|``. It is also above
+    tolerance if exactly one value is NaN, or if the values differ and at least one is infinite.
 
-    Differences are computed in float64 on the device of ``out``. A DTensor is gathered first, which
-    is collective.
+    Differences are computed in float64 on the device of ``out``. A DTensor is gathered first
+    (collective).
 
     Args:
-        ref: the reference, of any real dtype, on any device.
-        out: the result, of the same shape, of any real dtype, on any device.
-        atol: absolute tolerance: a number, or a tensor of the same shape with one per element.
+        ref: the reference, any real dtype, any device.
+        out: the result, same shape as ``ref``, any real dtype, any device.
+        atol: absolute tolerance: a number, or a tensor with the shape of ``ref``.
         rtol: relative tolerance.
-        region_grid: how the matrix's rows and columns are cut, each as a number of parts (split as
-            ``tpkernels.shard_sizes`` does) or as their sizes. With the ``shard_sizes`` of a
-            gathered tensor, row r of the grid is rank r's shard. By default up to 8 by 4.
+        region_grid: split of the rows and of the columns. Each is a number of regions (split like
+            ``tpkernels.shard_sizes``) or a sequence of sizes. With the ``shard_sizes`` of a
+            gathered tensor, row r of the grid is the shard of rank r. Default: up to 8 by 4.
 
     Returns:
-        The report; print it, or look at its fields.
+        The report. Print it, or read its fields.
 
     Raises:
-        ValueError: the shapes differ; a tolerance is negative, infinite or NaN; or the grid does
+        ValueError: the shapes differ, a tolerance is negative, infinite or NaN, or the grid does
             not fit.
         TypeError: ``ref`` or ``out`` is not a tensor.
         NotImplementedError: ``ref`` or ``out`` is complex.
@@ -150,9 +150,11 @@ def compare(
     _check_tolerances(reference, atol, rtol)
     extents = (math.prod(shape[:-1]), shape[-1]) if shape else (1, 1)
     grid = region_grid or tuple(
-        min(most, max(extent, 1)) for most, extent in zip(_DEFAULT_GRID, extents, strict=True)
+        min(limit, max(extent, 1)) for limit, extent in zip(_DEFAULT_GRID, extents, strict=True)
     )
-    rows, columns = (_edges(*side) for side in zip(("rows", "columns"), grid, extents, strict=True))
+    rows, columns = (
+        _region_offsets(*side) for side in zip(("rows", "columns"), grid, extents, strict=True)
+    )
 
     expected = reference.to(device=result.device, dtype=torch.float64).reshape(extents)
     actual = result.double().reshape(extents)
@@ -162,7 +164,8 @@ def compare(
     bound = (
         atol.detach().to(difference).reshape(extents) if isinstance(atol, torch.Tensor) else atol
     )
-    # An infinite reference gives an infinite or NaN tolerance; infinite differences exceed it too.
+    # An infinite reference gives an infinite or NaN tolerance. It is clamped to a finite value, so
+    # that an infinite difference exceeds it.
     tolerance = (rtol * expected.abs() + bound).nan_to_num_(nan=_LARGEST, posinf=_LARGEST)
     excess = difference - tolerance
     above, finite = excess > 0, difference[difference.isfinite()]
@@ -179,9 +182,9 @@ def compare(
 
     worst = None
     if difference.numel():
-        at = torch.unravel_index(excess.argmax(), extents)
+        position = torch.unravel_index(excess.argmax(), extents)
         index = torch.unravel_index(excess.argmax(), shape) if shape else ()
-        worst = Element(tuple(map(int, index)), float(expected[at]), float(actual[at]))
+        worst = Element(tuple(map(int, index)), float(expected[position]), float(actual[position]))
     no_mean = math.inf if difference.numel() else 0.0
     return Report(
         passed=not above.any(),
@@ -203,7 +206,7 @@ def compare(
 
 
 def _plain(name: str, x: object) -> torch.Tensor:
-    """Return ``x`` as a plain tensor, without gradient or sharding."""
+    """Return ``x`` as a plain tensor, detached and unsharded."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
     if x.is_complex():
@@ -212,7 +215,7 @@ def _plain(name: str, x: object) -> torch.Tensor:
             "of both tensors"
         )
     plain = x.detach()
-    # Slow to import, and unless it has been imported there are no DTensors.
+    # The import is slow. If the module is not loaded yet, no DTensor exists.
     sharded = sys.modules.get("torch.distributed.tensor")
     if sharded is not None and isinstance(plain, sharded.DTensor):
         plain = plain.full_tensor()
@@ -234,8 +237,8 @@ def _check_tolerances(ref: torch.Tensor, atol: float | torch.Tensor, rtol: float
             raise ValueError(f"{name} is {value}; it must be finite and not negative")
 
 
-def _edges(name: str, cuts: Cuts, extent: int) -> list[int]:
-    """Return the first index of each part of ``extent`` rows or columns, then ``extent``."""
+def _region_offsets(name: str, cuts: Cuts, extent: int) -> list[int]:
+    """Return the offsets of the regions along ``extent`` rows or columns, then ``extent``."""
     if not isinstance(cuts, int):
         sizes = list(cuts)
         if any(size < 0 for size in sizes) or sum(sizes) != extent:
@@ -261,7 +264,7 @@ def _cell(region: Region) -> str:
 
 
 def _percent(fraction: float) -> str:
-    """Format a percentage that is rounded to neither 0 nor 100 %."""
+    """Format a percentage. Only exact values are shown as 0 % or 100 %."""
     if fraction in (0, 1):
         return f"{fraction:.0%}"
     return f"{min(max(fraction, 0.001), 0.999):.1%}"

@@ -1,7 +1,8 @@
-"""Time functions: `tpkernels.benchmark` one, `measure` several variants interleaved.
+"""Time functions. `tpkernels.benchmark` times a single function, `measure` several variants in
+interleaved order.
 
-Ranks leave a gloo barrier about 0.1 ms apart, which is charged to the first call after it. So short
-calls are timed several in a row.
+Ranks leave a gloo barrier about 0.1 ms apart, and the first call after it includes this delay.
+Short calls are therefore timed in batches of consecutive calls.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from tpkernels import groups
 from tpkernels.groups import GroupLike
 from tpkernels.torch_private import tree_leaves
 
-_SECONDS = 0.5  # of timed calls by `benchmark`, by default
-_MIN_CALL_MS = 1e-4  # less than any Python call; a coarse clock may measure 0
-_REGION_SECONDS = 4e-3  # of a region timed by `measure`, if _MOST_CALLS suffice
+_SECONDS = 0.5  # default duration of the timed calls of `benchmark`
+_MIN_CALL_MS = 1e-4  # shorter than any Python call; a coarse clock may measure 0
+_REGION_SECONDS = 4e-3  # minimum duration of a timed region of `measure`, up to _MAX_CALLS calls
 _MAX_CALLS = 100
-_WARM_SECONDS = 0.25  # a variant that takes longer is warm after one call
+_WARM_SECONDS = 0.25  # a call longer than this suffices as warm-up
 _ROUNDS_BEFORE_DROP = 3
 
 
@@ -34,9 +35,9 @@ _ROUNDS_BEFORE_DROP = 3
 class Timing:
     """Milliseconds of one call.
 
-    There are ``iterations`` samples, each the mean of ``calls`` consecutive calls, after ``warmup``
-    untimed calls. ``stdev`` is the sample standard deviation (n - 1; 0 for a single sample).
-    ``p95`` and ``p99`` are the smallest samples that at least 95 and 99 % of all do not exceed.
+    The statistics cover ``iterations`` samples. Each sample is the mean of ``calls`` consecutive
+    calls. ``warmup`` untimed calls run first. ``stdev`` is the sample standard deviation (n - 1; 0
+    for a single sample). ``p95`` and ``p99`` are nearest-rank percentiles.
     """
 
     mean: float
@@ -55,8 +56,8 @@ class Timing:
         """Compute the statistics of one or more samples in milliseconds."""
         ordered = sorted(samples)
 
-        def percentile(part: float) -> float:
-            return ordered[math.ceil(part * len(ordered)) - 1]
+        def percentile(fraction: float) -> float:
+            return ordered[math.ceil(fraction * len(ordered)) - 1]
 
         return cls(
             mean=statistics.fmean(ordered),
@@ -72,11 +73,11 @@ class Timing:
         )
 
     def __str__(self) -> str:
-        in_a_row = f" of {self.calls} calls" if self.calls > 1 else ""
+        calls = f" of {self.calls} calls" if self.calls > 1 else ""
         return (
             f"median {self.median:.4g} ms, mean {self.mean:.4g} +- {self.stdev:.2g}, "
             f"min {self.min:.4g}, max {self.max:.4g}, p95 {self.p95:.4g}, p99 {self.p99:.4g} "
-            f"({self.iterations} iterations{in_a_row}, {self.warmup} warm-up)"
+            f"({self.iterations} iterations{calls}, {self.warmup} warm-up)"
         )
 
 
@@ -91,31 +92,37 @@ def benchmark(
     device: torch.device | str | None = None,
     flush_l2: bool = False,
 ) -> Timing:
-    """Time ``fn(*args)``. Pass keyword arguments of ``fn`` by ``functools.partial``.
+    """Time ``fn(*args)``. Pass keyword arguments of ``fn`` with ``functools.partial``.
 
-    On a CUDA device, times are taken by events on the current stream: all iterations are queued and
-    the stream is synchronised once, at the end. On the CPU, by the host's clock.
+    On a CUDA device, times are measured with events on the current stream. All iterations are
+    queued, and the stream is synchronised once at the end. On the CPU, times are measured with the
+    host clock.
 
     Args:
-        warmup: untimed calls before the first iteration.
-        iterations: number of samples. By default about as many as fill ``min_seconds`` (default
-            0.5), estimated from the warm-up.
-        calls: consecutive calls per iteration; a sample is their mean. Use several for collectives
-            on CPUs that take less than a millisecond.
-        group: the ranks that run ``fn`` together, which makes this call collective. All ranks run
-            the same number of iterations, each after an untimed barrier, and return the same
-            result: each sample is the slowest rank's. The process group's timeout bounds the waits.
-        device: the device whose clock is used. The default is the device of the first tensor in
-            ``args``, also within lists, tuples and dicts, else the CPU. Pass it if ``fn`` holds
-            its tensors itself.
-        flush_l2: overwrite the GPU's L2 cache before each iteration, untimed.
+        warmup: number of untimed calls before the first iteration.
+        iterations: number of samples. Default: as many as fill ``min_seconds``, estimated from the
+            warm-up.
+        min_seconds: total duration of the samples, in seconds. Default: 0.5.
+        calls: number of consecutive calls per iteration. A sample is their mean. Use several calls
+            for collectives on CPUs that last less than a millisecond.
+        group: the ranks that run ``fn`` together. The call is then collective. All ranks run the
+            same number of iterations, each after an untimed barrier, and return the same result.
+            Each sample is the time of the slowest rank. Waits have the timeout of the process
+            group.
+        device: the device that is timed. Default: the device of the first tensor in ``args``, also
+            within lists, tuples and dicts, or the CPU without tensors. Pass it if ``fn`` uses
+            tensors that are not in ``args``.
+        flush_l2: overwrite the L2 cache of the GPU before each iteration, untimed.
+
+    Returns:
+        Statistics in milliseconds.
 
     Raises:
-        ValueError: a number out of range, two options that exclude each other, or options that
-            differ between ranks.
-        NotImplementedError: another kind of device.
+        ValueError: a number is out of range, two options are mutually exclusive, or options differ
+            between ranks.
+        NotImplementedError: the device is neither cpu nor cuda.
     """
-    clock = torch.device(device) if device is not None else _device_of(args)
+    clock = torch.device(device) if device is not None else _find_device(args)
     if warmup < 0 or calls < 1 or (iterations is not None and iterations < 1):
         raise ValueError(
             f"warmup={warmup}, iterations={iterations}, calls={calls}; these must be at least 0, 1 "
@@ -136,16 +143,16 @@ def benchmark(
     if flush_l2 and not on_cuda:
         raise ValueError(f"flush_l2 needs a CUDA device, not {clock}")
     seconds = _SECONDS if min_seconds is None else min_seconds
-    pg = None if group is None else groups.get(groups.name_of(group)).pg
+    pg = None if group is None else groups.get(groups.group_name(group)).pg
     if pg is not None:
-        _check_alike(pg, warmup=warmup, iterations=iterations or 0, calls=calls, seconds=seconds)
+        _check_equal(pg, warmup=warmup, iterations=iterations or 0, calls=calls, seconds=seconds)
     scratch = None
     if flush_l2:
         size = 2 * torch.cuda.get_device_properties(clock).L2_cache_size
         scratch = torch.empty(size, dtype=torch.uint8, device=clock)
 
     def stamp() -> Any:
-        """Return the host's time, or an event on the current stream."""
+        """Return the host time, or an event on the current stream."""
         if not on_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -182,16 +189,18 @@ def benchmark(
 
 
 def slowest(values: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
-    """Return the maximum of each value over all ranks, which pass equally many. Collective."""
+    """Return the maximum of each value over all ranks. All ranks pass the same number of values.
+    Collective."""
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    everyone = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(everyone, dist.ReduceOp.MAX, group=group)
-    largest: list[float] = everyone.tolist()
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+    largest: list[float] = tensor.tolist()
     return largest
 
 
-def _check_alike(pg: dist.ProcessGroup, **options: float) -> None:
-    """Refuse options that differ: ranks with different iteration counts would deadlock."""
+def _check_equal(pg: dist.ProcessGroup, **options: float) -> None:
+    """Raise ``ValueError`` if options differ between ranks. Different iteration counts would
+    deadlock."""
     values = list(options.values())
     largest = slowest([*values, *(-value for value in values)], pg)
     for i, (name, value) in enumerate(options.items()):
@@ -203,8 +212,8 @@ def _check_alike(pg: dist.ProcessGroup, **options: float) -> None:
             )
 
 
-def _device_of(value: object) -> torch.device:
-    """Return the device of the first tensor in ``value``; the CPU if there is none."""
+def _find_device(value: object) -> torch.device:
+    """Return the device of the first tensor in ``value``, or the CPU without tensors."""
     tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
@@ -213,8 +222,10 @@ def _device_of(value: object) -> torch.device:
 
 
 def interleaved(names: Iterable[str], rounds: int, seed: int = 0) -> Iterator[str]:
-    """Yield each name once per round, in a new random order each time, the same on all ranks:
-    a variant is affected by the caches and the busy threads that its predecessor leaves behind."""
+    """Yield each name once per round, in random order. The order is identical on all ranks.
+
+    A fixed order would bias the times, because each variant leaves caches and busy threads to the
+    next variant."""
     candidates, chance = list(names), random.Random(seed)
     for _ in range(rounds):
         yield from chance.sample(candidates, len(candidates))
@@ -230,15 +241,15 @@ def time_interleaved(
     min_rounds: int,
     drop_beyond: float = math.inf,
 ) -> dict[str, list[float]]:
-    """Take one sample of each variant per round, in the order of `interleaved`.
+    """Sample each variant once per round, in the order of `interleaved`.
 
     Args:
         sample: runs a variant and returns its seconds.
-        elapsed: returns the seconds so far, the same on all ranks.
-        budget: seconds after which no further round starts, once there are ``min_rounds``.
-        drop_beyond: after three rounds, a variant whose shortest time exceeds the fastest's by
-            this factor drops out, and the last one that remains ends the timing. Needs samples
-            that are the same on all ranks.
+        elapsed: returns the elapsed seconds, identical on all ranks.
+        budget: seconds after which no new round starts. The first ``min_rounds`` always run.
+        drop_beyond: from the third round on, drop variants whose shortest time exceeds the shortest
+            time of all variants by this factor. Stop when only one variant remains. If finite,
+            samples must be identical on all ranks.
     """
     seconds: dict[str, list[float]] = {name: [] for name in names}
     remaining = list(seconds)
@@ -265,8 +276,8 @@ class Variant:
 
 @dataclass(frozen=True)
 class Samples:
-    """Seconds of one call in each repetition on one rank. A repetition consists of ``calls`` calls;
-    ``warmup`` untimed calls came first."""
+    """Seconds of one call in each repetition on one rank. A repetition consists of ``calls`` calls.
+    ``warmup`` untimed calls ran first."""
 
     seconds: tuple[float, ...]
     calls: int
@@ -283,8 +294,8 @@ def measure(
     """Time each variant ``repeat`` times, interleaved. Collective.
 
     Args:
-        budget: seconds after which no further repetition starts, once there are three.
-        synchronize: waits for the work that a variant queues, as calls on CUDA tensors do.
+        budget: seconds after which no new repetition starts. The first three always run.
+        synchronize: waits for queued work, such as calls on CUDA tensors.
     """
     finish = synchronize or (lambda: None)
     warmup, per_region = {}, {}
@@ -293,7 +304,7 @@ def measure(
         while warmup[name] < 2 and longest < _WARM_SECONDS:
             (longest,) = slowest([_region(variant, 1, finish)])
             warmup[name] += 1
-        # As many calls make a timed region long enough; the same on all ranks.
+        # Calls per timed region, so that it is long enough. Identical on all ranks.
         per_region[name] = min(max(1, math.ceil(_REGION_SECONDS / longest)), _MAX_CALLS)
     begun = time.perf_counter()
     seconds = time_interleaved(
@@ -310,13 +321,14 @@ def measure(
 
 
 def summary(ranks: Sequence[Samples]) -> Timing:
-    """Compute the statistics over all ranks: a repetition counts with its slowest rank's time."""
-    samples = [1e3 * max(each) for each in zip(*(s.seconds for s in ranks), strict=True)]
+    """Compute the statistics over all ranks. The time of a repetition is the time of its slowest
+    rank."""
+    samples = [1e3 * max(times) for times in zip(*(s.seconds for s in ranks), strict=True)]
     return Timing.of(samples, warmup=ranks[0].warmup, calls=ranks[0].calls)
 
 
 def _region(variant: Variant, calls: int, finish: Callable[[], object]) -> float:
-    """Return seconds of one call, the mean of ``calls`` consecutive calls."""
+    """Return the seconds per call, the mean of ``calls`` consecutive calls."""
     if variant.reset is not None:
         variant.reset()
     finish()

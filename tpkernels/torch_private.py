@@ -1,10 +1,10 @@
 """All private names of torch that this package uses. To support a new torch, adapt this module.
 
-Each entry says what it is needed for and, after "Public:", which public name can take its place;
-"none" was checked for torch 2.11 and 2.13. `tests/test_torch_private.py` finds uses elsewhere.
+Each entry states its purpose and the public replacement. "No public API" was checked for torch 2.11
+and 2.13. `tests/test_torch_private.py` fails if a different module uses a private name.
 
-Not here, because their own classes must have these names: methods that torch lets subclasses
-override, such as ``nn.Module._apply``, ``_save_to_state_dict`` and ``_load_from_state_dict``.
+Not listed: private methods that subclasses override, such as ``nn.Module._apply``,
+``_save_to_state_dict`` and ``_load_from_state_dict``. The subclasses must use these names.
 """
 
 # ruff: noqa: F401
@@ -30,10 +30,10 @@ from torch.utils import _pytree
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Module = TypeVar("_Module", bound=nn.Module)
 
-# What the extension takes by name (csrc/calls): whether a tensor may have a tangent; whether a
-# profiler runs; the process groups that torch has not destroyed, and the one of a name; whether a
-# transform of `torch.func` or a function mode is active. Public: none.
-OF_EXTENSION = (
+# Names that the extension imports (csrc/calls). They give: whether a tensor may have a tangent,
+# whether a profiler runs, the process groups that torch has not destroyed, the process group of a
+# name, and whether a `torch.func` transform or a function mode is active. No public API.
+EXTENSION_NAMES = (
     ("torch.autograd.forward_ad", "_current_level"),
     ("torch.autograd.profiler", "_is_profiler_enabled"),
     ("torch.distributed.distributed_c10d", "_pg_map"),
@@ -42,27 +42,26 @@ OF_EXTENSION = (
     ("torch._C", "_is_torch_function_mode_enabled"),
 )
 
-# Modules that take long to import: `__getattr__` imports them where one is asked for.
+# Modules that are slow to import. `__getattr__` imports them at the first access.
 _LAZY = {
-    # What `control_dependencies` takes for a set. Public: none.
+    # The set type for arguments of `control_dependencies`. No public API.
     "ordered_set": "torch.utils._ordered_set",
-    # The shard of a tensor that is split by placements. Public: none; `__create_chunk_list__` of a
-    # DTensor imports `torch.distributed.checkpoint`, which takes half a second.
+    # Computes the local shard of a tensor from its placements. No public API;
+    # `DTensor.__create_chunk_list__` imports `torch.distributed.checkpoint` (0.5 s).
     "tensor_utils": "torch.distributed.tensor._utils",
-    # Ties a node to the one before it, so that inductor keeps their order. Public: none.
+    # Adds a dependency between two nodes, so that inductor keeps their order. No public API.
     "control_dependencies": "torch._inductor.fx_passes.control_dependencies",
-    # The base class of passes; the passes that are set already, not in torch 2.11. Public: none.
+    # The base class of passes, and, except in torch 2.11, the configured passes. No public API.
     "custom_graph_pass": "torch._inductor.custom_graph_pass",
-    # Makes a DTensor. Public: `DTensor.from_local`, which takes longer.
+    # Creates a DTensor. Public: `DTensor.from_local`, which is slower.
     "dtensor_spec": "torch.distributed.tensor._dtensor_spec",
-    # Where a pass is set for a block of code. Public: `torch.compile(options=...)`,
-    # for one model.
+    # Sets a pass for a block of code. Public: `torch.compile(options=...)`, for one model.
     "inductor_config": "torch._inductor.config",
-    # Which nodes write into an argument; the order in which nodes can run. Public: none.
+    # Finds nodes that mutate an argument, and sorts nodes topologically. No public API.
     "pattern_matcher": "torch._inductor.pattern_matcher",
-    # Memory that the GPUs of several ranks address. Public: none.
+    # Memory that the GPUs of several ranks address. No public API.
     "symmetric_memory": "torch.distributed._symmetric_memory",
-    # The floor divisions among symbolic sizes. Public: none.
+    # The floor divisions among symbolic sizes. No public API.
     "sympy_functions": "torch.utils._sympy.functions",
 }
 
@@ -86,16 +85,16 @@ else:
 
 # Ops.
 
-# The type of an op, such as `torch.ops.aten.mm.default`. Public: none.
+# The type of an op, such as `torch.ops.aten.mm.default`. No public API.
 OpOverload = _ops.OpOverload
 
-# Functional collectives, as graphs contain them. Public: none; torch documents them for compilers.
+# Functional collectives in graphs. No public API; torch documents them for compilers.
 c10d_functional = torch.ops._c10d_functional
-#: An exchange of DTensor, as graphs name it. Public: none.
+#: The all-to-all of DTensor in graphs. No public API.
 SHARD_DIM_EXCHANGE = "_dtensor.shard_dim_alltoall.default"
 
-# Ops that graphs and ``__torch_dispatch__`` contain for `torch.nn.functional.scaled_mm`,
-# `torch.Tensor.view` and `torch.Tensor.to`. Public: none.
+# The ops of `torch.nn.functional.scaled_mm`, `torch.Tensor.view` and `torch.Tensor.to` in graphs
+# and in ``__torch_dispatch__``. No public API.
 aten_scaled_mm = torch.ops.aten._scaled_mm.default
 aten_unsafe_view = torch.ops.aten._unsafe_view.default
 aten_to_copy = torch.ops.aten._to_copy.default
@@ -103,100 +102,103 @@ aten_to_copy = torch.ops.aten._to_copy.default
 # A matmul of fp8. Public: `torch.nn.functional.scaled_mm`, which has no ``out``.
 scaled_mm = torch._scaled_mm
 
-# The norms of several tensors in one call, and their search for infinities, which `clip_grad_norm_`
-# and `GradScaler` call. Public: none.
+# Norms and non-finite checks of a list of tensors. `clip_grad_norm_` and `GradScaler` call them.
+# No public API.
 foreach_norm = torch._foreach_norm
 foreach_find_infinities_and_unscale = torch._amp_foreach_non_finite_check_and_unscale_
 
-# An assertion that does not wait for the GPU, and that graphs keep. Public: none.
+# An assertion that does not synchronize with the GPU and stays in graphs. No public API.
 assert_async = torch._assert_async
 
 
-def schema_of(op: OpOverload) -> torch.FunctionSchema:
-    """Return the schema of an op. Public: none."""
+def get_schema(op: OpOverload) -> torch.FunctionSchema:
+    """Return the schema of an op. No public API."""
     return op._schema
 
 
-def call_of(op: OpOverload) -> Callable[..., Any]:
-    """Return what calls an op. Public: the op itself, which takes 0.65 us more (AMD EPYC Zen 1,
-    torch 2.13, 2026-11-27)."""
+def get_op_function(op: OpOverload) -> Callable[..., Any]:
+    """Return the function that calls an op. Public: the op, which is 0.65 us slower (AMD EPYC Zen
+    1, torch 2.13, 2026-11-27)."""
     return op._op
 
 
-# The schema that a text describes, before an op is defined by it. Public: none.
+# Parses a schema string before the op is defined. No public API.
 parse_schema = torch._C.parse_schema
 
 
 def elements_overlap(x: torch.Tensor) -> bool:
-    """Return whether elements of x are known to share memory. Public: none."""
-    return torch._debug_has_internal_overlap(x) == 1  # 0 is no, 2 is too hard to tell
+    """Return whether elements of x certainly share memory. No public API."""
+    return torch._debug_has_internal_overlap(x) == 1  # 0: no overlap, 2: too hard to decide
 
 
 def onednn_supports(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN multiplies bfloat16 or float16 on this processor. Public:
-    none; `torch.cpu.get_capabilities` tells what the processor has, not what oneDNN uses."""
+    """Return whether oneDNN supports bfloat16 or float16 matmuls on this processor. No public API;
+    `torch.cpu.get_capabilities` lists the instructions of the processor, not their use in
+    oneDNN."""
     kinds = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     try:
         return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{kinds[dtype]}_supported")())
-    except (KeyError, AttributeError, RuntimeError):  # another dtype, or torch without oneDNN
+    except (KeyError, AttributeError, RuntimeError):  # unsupported dtype, or torch without oneDNN
         return False
 
 
 # Tensors.
 
-# The tensors of a graph that is being traced, and what makes them. Public: none.
+# The tensors of a graph that is being traced, and their mode. No public API.
 FakeTensor = _subclasses.FakeTensor
 detect_fake_mode = _guards.detect_fake_mode
 
-# A tensor of another shape than its memory. Public: none; torch's tutorials use it.
+# Creates a tensor subclass with a shape independent of its storage. No public API; torch tutorials
+# use it.
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 
-# Runs a block as if a subclass had no ``__torch_function__``. Public: none; torch documents it.
+# Disables ``__torch_function__`` of subclasses in a block. No public API; torch documents it.
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 
-# Whether a tensor is contiguous, without a guard on symbolic sizes. Public: none.
+# Whether a tensor is contiguous, without a guard on symbolic sizes. No public API.
 is_contiguous_or_false = _prims_common.is_contiguous_or_false
 
-# The tensors in nested lists and dicts. Public: none.
+# The tensors in nested lists and dicts. No public API.
 tree_leaves = _pytree.tree_leaves
 
 
 def is_zero_tensor(x: torch.Tensor) -> bool:
-    """Return whether x is of zeros, without memory, as gradients may be. Public: none."""
+    """Return whether x is a zero tensor without memory, such as some gradients. No public API."""
     return x._is_zerotensor()
 
 
 def in_dual_level() -> bool:
-    """Return whether a tensor may have a tangent, of forward-mode differentiation. Public: none."""
+    """Return whether a tensor may have a forward-mode tangent. No public API."""
     return forward_ad._current_level >= 0
 
 
 def has_hooks(x: torch.Tensor) -> bool:
-    """Return whether hooks run for a tensor's gradient. Public: none."""
+    """Return whether hooks run for a tensor's gradient. No public API."""
     return bool(x._backward_hooks or x._post_accumulate_grad_hooks)
 
 
-# Modules. `named_parameters` and its like leave out what is None, and what has two names.
+# Modules. The public iterators such as `named_parameters` omit None entries and duplicates.
 
 
-def parameters_of(module: nn.Module) -> dict[str, Any]:
-    """Return a module's own parameters, to read, or to lend it other tensors. Public: none."""
+def direct_parameters(module: nn.Module) -> dict[str, Any]:
+    """Return the dict of direct parameters of a module. Callers read it or swap tensors. No public
+    API."""
     return module._parameters
 
 
-def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return a module's own modules. Public: none; reading an attribute takes longer."""
+def direct_children(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the dict of direct submodules. No public API; attribute access is slower."""
     return module._modules
 
 
-def state_of(module: nn.Module) -> list[str]:
-    """Return the names of a module's own parameters, buffers and modules. Public: none."""
+def state_names(module: nn.Module) -> list[str]:
+    """Return the names of the direct parameters, buffers and submodules. No public API."""
     return [*module._parameters, *module._buffers, *module._modules]
 
 
-def probe_of(module: _Module, **state: Any) -> _Module:
-    """Return a copy of a module that has other ``parameters``, ``buffers`` or ``modules``. Public:
-    none; `torch.func.functional_call` calls the module, with its hooks."""
+def make_probe(module: _Module, **state: Any) -> _Module:
+    """Return a shallow copy of a module with replaced ``parameters``, ``buffers`` or ``modules``.
+    No public API; `torch.func.functional_call` also runs the hooks of the module."""
     probe = copy.copy(module)
     probe.__dict__ |= {f"_{kind}": values for kind, values in state.items()}
     return probe
@@ -205,28 +207,28 @@ def probe_of(module: _Module, **state: Any) -> _Module:
 # Process groups.
 
 
-# The process groups that torch has not destroyed, with their names. Public: none;
-# `get_process_group_ranks` raises for others, but copies the ranks of these.
+# The process groups that torch has not destroyed, with their names. No public API;
+# `get_process_group_ranks` raises for destroyed groups, but copies the ranks of all groups.
 REGISTERED_GROUPS: Mapping[dist.ProcessGroup, str] = distributed_c10d._pg_names
 
 
 def resolve_process_group(name: str) -> dist.ProcessGroup:
-    """Return the process group of that name, or raise. Public: none."""
+    """Return the process group of that name, or raise. No public API."""
     return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
-def backend_of(pg: dist.ProcessGroup, device: str) -> _distributed_c10d.Backend | None:
-    """Return a process group's backend for a device type, or None. Public: none;
-    `get_backend_config` returns names, and raises for a group that was destroyed."""
+def get_backend(pg: dist.ProcessGroup, device: str) -> _distributed_c10d.Backend | None:
+    """Return the backend of a process group for a device type, or None. No public API;
+    `get_backend_config` returns names, and raises if the group was destroyed."""
     try:
         return pg._get_backend(torch.device(device))
     except RuntimeError:
         return None
 
 
-def timeout_of(pg: dist.ProcessGroup, device: str) -> timedelta | None:
-    """Return how long the collectives on a device type may take, or None if there is no backend
-    for it, or one without options. Public: none."""
+def get_timeout(pg: dist.ProcessGroup, device: str) -> timedelta | None:
+    """Return the timeout of collectives on a device type, or None if the group has no backend for
+    it or the backend has no options. No public API."""
     try:
         return pg._get_backend(torch.device(device)).options._timeout
     except (RuntimeError, AttributeError):
@@ -236,63 +238,64 @@ def timeout_of(pg: dist.ProcessGroup, device: str) -> timedelta | None:
 def all_gather_single(
     pg: dist.ProcessGroup, gathered: torch.Tensor, x: torch.Tensor, options: AllgatherOptions
 ) -> dist.Work:
-    """Gather tensors of one size. Public: `ProcessGroup.all_gather_single`, not in torch 2.11."""
+    """Gather tensors of equal size. Public: `ProcessGroup.all_gather_single`, not in torch 2.11."""
     return pg._allgather_base(gathered, x, options)
 
 
 def reduce_scatter_single(
     pg: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, options: ReduceScatterOptions
 ) -> dist.Work:
-    """Sum shards of one size. Public: `ProcessGroup.reduce_scatter_single`, not in torch 2.11."""
+    """Reduce-scatter shards of equal size. Public: `ProcessGroup.reduce_scatter_single`, not in
+    torch 2.11."""
     return pg._reduce_scatter_base(out, x, options)
 
 
 # Meshes and DTensors.
 
 
-def group_made_for(mesh: DeviceMesh, group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return the process group of a group's name that a mesh was created with. Public:
-    none; `DeviceMesh.get_group` looks the name up, and may return a later group."""
-    made: dict[str, dist.ProcessGroup] = getattr(mesh._get_root_mesh(), "_pg_registry", {})
-    return made.get(group.group_name, group)
+def original_mesh_group(mesh: DeviceMesh, group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return the process group that a mesh was created with, for a group of the same name. No
+    public API; `DeviceMesh.get_group` looks up the name and may return a later group."""
+    registry: dict[str, dist.ProcessGroup] = getattr(mesh._get_root_mesh(), "_pg_registry", {})
+    return registry.get(group.group_name, group)
 
 
 def flattened_mesh(mesh: DeviceMesh, dim: str) -> DeviceMesh:
-    """Return the mesh of a dim that several dims of ``mesh`` were flattened into. Public: none."""
+    """Return the mesh of a flattened dim of ``mesh``. No public API."""
     return mesh._get_root_mesh()._flatten_mapping[dim]
 
 
 def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Make the dims of a mesh one dim. Collective at the first call. Public: none."""
+    """Flatten a mesh to one dim. Collective at the first call. No public API."""
     return mesh._flatten()
 
 
-def spec_of(x: DTensor) -> dtensor_spec.DTensorSpec:
-    """Return the mesh, placements, shape and dtype of a DTensor, as a key of a cache. Public:
-    the attributes; a key of these takes 4 us more, as its hash is not kept. AMD EPYC Zen, torch
+def get_dtensor_spec(x: DTensor) -> dtensor_spec.DTensorSpec:
+    """Return the mesh, placements, shape and dtype of a DTensor as a cache key. Public: the
+    attributes; a key of these costs 4 us more, because its hash is not cached. AMD EPYC Zen, torch
     2.13, 2026-11-27."""
     return x._spec
 
 
 # GPUs.
 
-# Allocates symmetric memory outside torch's pool, and knows what the GPUs can do. Public: none.
+# Allocates symmetric memory outside the torch pool, and queries GPU capabilities. No public API.
 SymmetricMemory = _distributed_c10d._SymmetricMemory
 
-# Keeps a GPU busy for a number of cycles. Public: none.
+# Keeps a GPU busy for a number of cycles. No public API.
 gpu_sleep = torch.cuda._sleep
 
 # Profiler.
 
-#: ATen ops that move data and compute nothing, as a profile names them. Public: none.
+#: Names of ATen ops in profiles that only copy data. No public API.
 PROFILED_COPIES = ("_to_copy", "_local_scalar_dense")
 
-# A range of a profile. Public: `torch.profiler.record_function`, which takes 25 us, not 0.4.
+# A profiler range that costs 0.4 us. Public: `torch.profiler.record_function`, 25 us.
 RecordFunctionFast = torch._C._profiler._RecordFunctionFast
 
 
 def profiling() -> bool:
-    """Return whether one of torch's profilers is running in this process. Public: none."""
+    """Return whether a torch profiler is running in this process. No public API."""
     return profiler._is_profiler_enabled
 
 
@@ -300,25 +303,25 @@ def profiling() -> bool:
 
 
 def tracing() -> bool:
-    """Return whether a graph is being traced. Public: none for the code below the dispatcher."""
+    """Return whether a graph is being traced. No public API for code below the dispatcher."""
     return _guards.TracingContext.try_get() is not None
 
 
 def skip_in_graphs(function: _Function) -> _Function:
     """Break graphs at calls of a function. Public: `torch.compiler.disable`, which imports the
-    whole compiler."""
+    full compiler."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
 
 def assume_constant_result(function: _Function) -> _Function:
-    """Let graphs contain the result of a function. Public: `torch.compiler.assume_constant_result`,
-    which imports the whole compiler, and Triton before it is known whether its interpreter is
-    wanted."""
+    """Treat the result of a function as a constant in graphs. Public:
+    `torch.compiler.assume_constant_result`, which imports the full compiler. That imports Triton
+    before the choice of its interpreter is made."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def is_erased(node: fx.Node) -> bool:
-    """Return whether a node is no longer in its graph. Public: none."""
+    """Return whether a node is no longer in its graph. No public API."""
     return node._erased

@@ -1,15 +1,16 @@
-"""What one GPU can prove and measure within five minutes.
+"""Checks and measurements on a single GPU, in five minutes.
 
     python -m benchmarks.one_gpu                   # on a GPU; results in $OUT
     python -m benchmarks.one_gpu --rehearse        # on CPUs: interpreter and emulated driver
     python -m benchmarks.one_gpu --stub LIBCUDA    # without a GPU: fill Triton's cache
 
-README.md says how to prepare, run and read it. The modules:
+README.md describes preparation, runs and results. The modules:
 
-    __main__     the command: runs the stages one after the other
+    __main__     the command, runs the stages in order
     stages       a stage: cases in a process with deadlines, restarted after a crash or a hang
-    machine      the GPU, or what replaces it in a rehearsal and for the stub
+    machine      the GPU, or its replacement in a dry run or with the stub
+    cache        the Triton cache
     report       the summary, the JSON file and the Markdown page
 
-and one module for each stage, whose `cases(machine)` yields names and functions.
+Each stage has a module with a function `cases(machine)`, a generator of names and functions.
 """

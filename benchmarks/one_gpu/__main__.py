@@ -16,7 +16,7 @@ from benchmarks.one_gpu.stages import Result, Stage, run_stage
 
 _ROOT = Path(__file__).parents[2]
 TOTAL_S = 530.0
-_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # a hardware queue for each virtual rank's stream
+_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # one hardware queue per virtual rank
 STAGES = (
     Stage("facts", 17, 40),
     Stage("virtual", 45, 170, case_limit=100, env=_QUEUES),
@@ -28,20 +28,20 @@ STAGES = (
     Stage("pair", 106, 180, case_limit=600),
 )
 COMPILED = ("virtual", "tiles", "overlap", "sanitize")  #: stages whose kernels the stub compiles
-_SLOWER = 10.0  # a rehearsal than a GPU
+_REHEARSAL_FACTOR = 10.0  # time limits of a dry run relative to a GPU
 _STUB_S = 1800.0
 
 
 def run(stages: Sequence[Stage], kind: str, out: Path, total: float = TOTAL_S) -> list[Result]:
-    """Run stages within ``total`` seconds; write the report after each."""
+    """Run stages within ``total`` seconds; write the report after each stage."""
     begin, results = time.monotonic(), [Result(stage.name) for stage in stages]
     files = out.with_name(f"{out.name}-stages")
     files.mkdir(exist_ok=True)
     for i, stage in enumerate(stages):
         seconds = min(stage.limit, total - (time.monotonic() - begin))
-        before = cache.kernels()
+        num_kernels = cache.kernels()
         results[i] = run_stage(stage, kind, files, environment(kind), seconds)
-        results[i].compiled = cache.kernels() - before
+        results[i].compiled = cache.kernels() - num_kernels
         report.write(results, kind, out)
         print(f"== {stage.name}: {results[i].ended}, {results[i].seconds} s", flush=True)
     return results
@@ -88,28 +88,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--seconds", type=float, default=TOTAL_S, help="time budget of all stages (%(default)s)"
     )
     arguments = parser.parse_args(argv)
-    known = [stage.name for stage in STAGES]
-    names = arguments.only.split(",") if arguments.only else known
-    if unknown := set(names).difference(known):
+    stage_names = [stage.name for stage in STAGES]
+    names = arguments.only.split(",") if arguments.only else stage_names
+    if unknown := set(names).difference(stage_names):
         parser.error(
-            f"--only has unknown stages: {', '.join(unknown)}; expected {', '.join(known)}"
+            f"--only has unknown stages: {', '.join(unknown)}; expected {', '.join(stage_names)}"
         )
-    names += ["facts"]  # the report is named after the card
+    names += ["facts"]  # provides the card name for the file names
     stages = [stage for stage in STAGES if stage.name in names]
     out = Path(os.environ.get("OUT") or cache.SCRATCH / "out").resolve()
     out.mkdir(parents=True, exist_ok=True)
-    begin, before, moved = time.monotonic(), cache.kernels(), cache.relocate()
-    print(f"Triton cache {cache.FOLDER}: {before} kernels, {moved} relocated", flush=True)
+    begin, num_kernels, relocated = time.monotonic(), cache.kernels(), cache.relocate()
+    print(f"Triton cache {cache.FOLDER}: {num_kernels} kernels, {relocated} relocated", flush=True)
     if arguments.stub is not None:
         results = fill_cache(stages, arguments.stub, out)
-        made = cache.kernels() - before
-        print(f"{made} kernels compiled in {time.monotonic() - begin:.0f} s")
+        compiled = cache.kernels() - num_kernels
+        print(f"{compiled} kernels compiled in {time.monotonic() - begin:.0f} s")
     elif arguments.rehearse:
         slow = [
-            replace(stage, limit=stage.limit * _SLOWER, case_limit=stage.case_limit * _SLOWER)
+            replace(
+                stage,
+                limit=stage.limit * _REHEARSAL_FACTOR,
+                case_limit=stage.case_limit * _REHEARSAL_FACTOR,
+            )
             for stage in stages
         ]
-        results = run(slow, "rehearsal", out, TOTAL_S * _SLOWER)
+        results = run(slow, "rehearsal", out, TOTAL_S * _REHEARSAL_FACTOR)
     else:
         results = run(stages, "gpu", out, arguments.seconds)
     print(report.summary(results))

@@ -1,10 +1,10 @@
-"""Triton's cache, filled before the GPU is there.
+"""The Triton cache, filled on a machine without a GPU.
 
-Triton finds a kernel by a hash of its own files, the kernel's source and line number, the argument
-types, the options, ptxas's version and a few environment variables. The path of the checkout is not
-in it. But each entry lists its files by absolute path, and Triton ignores files that are not there.
-So a cache that was copied to another path needs `relocate` before it is used. Read in Triton 3.6.0:
-`runtime/cache.py`, `compiler/compiler.py`.
+The key of a kernel is a hash of the Triton files, the kernel source and line number, the argument
+types, the options, the ptxas version and a few environment variables. The path of the checkout does
+not enter the hash. But each entry lists its files by absolute path, and Triton ignores missing
+files. `relocate` therefore rewrites the paths after a cache was copied to a different folder. This
+describes Triton 3.6.0: `runtime/cache.py`, `compiler/compiler.py`.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import json
 import os
 from pathlib import Path
 
-SCRATCH = Path(__file__).parents[2] / ".gpu"  #: what is made before the GPU is there
+SCRATCH = Path(__file__).parents[2] / ".gpu"  #: files prepared without a GPU
 FOLDER = Path(os.environ.get("TRITON_CACHE_DIR") or SCRATCH / "triton")
 _LISTS = "*/__grp__*.json"
 
 
 def relocate(folder: Path = FOLDER) -> int:
-    """Let the entries of the cache name the files in ``folder``; return how many have moved."""
-    moved = 0
+    """Rewrite cache entries to the paths in ``folder``. Returns the number of changed entries."""
+    relocated = 0
     for path in folder.glob(_LISTS):
         entry = json.loads(path.read_text())
         files = {name: str(path.parent / name) for name in entry["child_paths"]}
         if files != entry["child_paths"]:
             path.write_text(json.dumps({"child_paths": files}))
-            moved += 1
-    return moved
+            relocated += 1
+    return relocated
 
 
 def kernels(folder: Path = FOLDER) -> int:
-    """Return how many kernels the cache has."""
+    """Return the number of kernels in the cache."""
     return sum(1 for _ in folder.glob(_LISTS))

@@ -1,4 +1,4 @@
-"""The machine: GPU, driver, versions, clocks, and the bandwidth of a copy."""
+"""Facts of the machine: GPU, driver, versions, clocks and copy bandwidth."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _QUERY = (
 
 
 def cases(machine: Machine) -> Iterator[Case]:
-    """Yield the cases; the first is what the report is named after."""
+    """Yield the cases. The first case provides the card name for the report."""
     yield "machine", partial(_machine, machine)
     yield "tpkernels info", _info
     if machine.is_gpu:
@@ -34,15 +34,17 @@ def _machine(machine: Machine) -> Row:
         row["card"] = torch.cuda.get_device_name(machine.device)
         command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-            row |= dict(zip(_QUERY, ended.stdout.strip().split(", "), strict=False))
+            result = subprocess.run(
+                command, capture_output=True, text=True, timeout=10, check=False
+            )
+            row |= dict(zip(_QUERY, result.stdout.strip().split(", "), strict=False))
     return row
 
 
 def _info() -> Row:
     command = [sys.executable, "-m", "tpkernels", "info"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    return {"bad": ended.returncode != 0, "text": (ended.stdout or ended.stderr)[-4000:]}
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return {"bad": result.returncode != 0, "text": (result.stdout or result.stderr)[-4000:]}
 
 
 def _copy(machine: Machine) -> Row:

@@ -1,4 +1,4 @@
-"""Time of a warm call of one rank: on the host, and of its CUDA graph, with NCCL's beside them."""
+"""Time of a warm call on one rank, on the host and in a CUDA graph, compared with NCCL."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.distributed as dist
 import tpkernels
 from benchmarks.one_gpu.machine import Machine
 from benchmarks.one_gpu.stages import Case, Row
-from tpkernels.common.text import of_error
-from tpkernels.ops.tuner import graph_of
+from tpkernels.common.text import describe_error
+from tpkernels.ops.tuner import capture_graph
 from tpkernels.timing import benchmark
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_reduce")
@@ -62,8 +62,8 @@ def _times(machine: Machine, run: Callable[[], object]) -> Row:
     row: Row = {"host us": round(1e3 * host.median, 1), "p95": round(1e3 * host.p95, 1)}
     try:
         if machine.is_gpu:
-            replay = graph_of(run, _GRAPH_CALLS)
+            replay = capture_graph(run, _GRAPH_CALLS)
             row["graph us"] = round(machine.microseconds(replay) / _GRAPH_CALLS, 2)
     except RuntimeError as error:  # the time on the host still counts
-        row |= {"bad": True, "error": f"captured: {of_error(error)}"[:600]}
+        row |= {"bad": True, "error": f"captured: {describe_error(error)}"[:600]}
     return row

@@ -1,8 +1,8 @@
-"""The GPU that the stages use, or what replaces it.
+"""The GPU of the stages, or its replacement.
 
-In a rehearsal the tensors are on the CPU: Triton's interpreter runs the kernels of Triton, and the
-tests' emulated driver those of csrc/cuda. With the stub, Triton compiles for a GPU that is not
-there, and all launches do nothing.
+In a dry run ("rehearsal") the tensors are on the CPU. The Triton interpreter runs the Triton
+kernels, and the emulated driver of the tests runs the kernels of csrc/cuda. With the stub, Triton
+compiles for a GPU without having one, and launches have no effect.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tpkernels.qualification.checks import CheckedCall
 from tpkernels.qualification.op_case import Operands
 from tpkernels.qualification.virtual import Launch, Results, VirtualRanks
 
-# About 6 ms, in which the host queues the launches: an idle GPU would wait for each of them.
+# About 6 ms. The GPU sleeps while the host queues all launches, so it never waits for the host.
 _AHEAD_CYCLES = 10_000_000
-_STUB = 90, 132  # compute capability and multiprocessors that are compiled for
+_STUB = 90, 132  # compute capability and multiprocessors of the compile target
 
 
 class Machine:
@@ -37,7 +37,7 @@ class Machine:
 
     Args:
         kind: "gpu", "rehearsal" or "stub".
-        seconds: for the cases of this process.
+        seconds: time budget of this process.
     """
 
     def __init__(self, kind: str, seconds: float) -> None:
@@ -48,16 +48,16 @@ class Machine:
         if self.is_gpu:
             torch.cuda.set_device(self.device)
             torch.backends.cuda.matmul.allow_tf32 = False
-            found = torch.cuda.get_device_properties(self.device)
-            self.multiprocessors = found.multi_processor_count
+            properties = torch.cuda.get_device_properties(self.device)
+            self.multiprocessors = properties.multi_processor_count
 
     @property
     def seconds_left(self) -> float:
-        """Return the seconds until this process is ended."""
+        """Return the seconds until the parent ends this process."""
         return self._end - time.monotonic()
 
     def choose(self, full: Any, rehearsed: Any) -> Any:
-        """Return ``full``, or in a rehearsal the smaller ``rehearsed``."""
+        """Return ``full``, or in a dry run the smaller ``rehearsed``."""
         return rehearsed if self.kind == "rehearsal" else full
 
     def random(self, *shape: int, seed: int) -> torch.Tensor:
@@ -77,8 +77,10 @@ class Machine:
     def microseconds(
         self, run: Callable[[], object], repeats: int = 10, before: Callable[[], object] = int
     ) -> float:
-        """Return the median time of ``run``. ``before`` runs first each time, untimed. Without a
-        GPU the times mean nothing."""
+        """Return the median time of ``run``. ``before`` runs untimed before each repetition.
+
+        Without a GPU the times are meaningless.
+        """
         if not self.is_gpu:
             before()
             begin = time.perf_counter()
@@ -98,15 +100,15 @@ class Machine:
         return statistics.median(1e3 * start.elapsed_time(end) for start, end in pairs[3:])
 
     def mm(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> Callable[[], object]:
-        """Return the baseline, `torch.mm`; with the stub it does nothing."""
+        """Return the baseline `torch.mm`, or with the stub a call without effect."""
         return int if self.kind == "stub" else partial(torch.mm, x, w, out=out)
 
     def relative_error(self, out: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> float:
-        """Return the norm of ``out - x @ w`` over that of ``x @ w``; 0 for the stub."""
+        """Return ``norm(out - x @ w) / norm(x @ w)``, or 0 with the stub."""
         if self.kind == "stub":
             return 0.0
-        want = x.float() @ w.float()
-        return float((out.float() - want).norm() / want.norm())
+        expected = x.float() @ w.float()
+        return float((out.float() - expected).norm() / expected.norm())
 
     def recover(self) -> None:
         """Free memory after a failed case. Raises if the CUDA context is unusable."""
@@ -117,39 +119,41 @@ class Machine:
 
 
 @contextlib.contextmanager
-def ranks_of(
+def open_virtual_ranks(
     machine: Machine,
     variant: str,
     call: CheckedCall,
     world: int,
     timeout: float = virtual.TIMEOUT_S,
 ) -> Iterator[tuple[VirtualRanks, list[Launch], list[Operands]]]:
-    """Give virtual ranks, their loaded launches of a call, and the call's operands."""
-    with virtual.sharing(machine.device, world), checks.copying(variant):
-        ranks = virtual.ranks_for(variant, machine.device, world, [call])
-        for space in ranks.spaces if machine.is_gpu else ():
-            space.set_timeout(timeout)
+    """Yield virtual ranks, and their loaded launches and operands of ``call``."""
+    with virtual.sharing(machine.device, world), checks.force_copy_engines(variant):
+        ranks = virtual.create_ranks(variant, machine.device, world, [call])
+        for workspace in ranks.workspaces if machine.is_gpu else ():
+            workspace.set_timeout(timeout)
         operands, launches = ranks.prepare(call, variant)
         yield ranks, launches, operands
 
 
 def run_once(ranks: VirtualRanks, launches: Sequence[Launch], operands: Sequence[Operands]) -> str:
-    """Run the launches of all ranks once; return what is wrong, or ""."""
+    """Run the launches of all ranks once. Returns an error message, or ""."""
     failure = ranks.run(
-        launches, lambda rank, results: checks.compared(operands[rank], results, [])
+        launches, lambda rank, results: checks.compare_results(operands[rank], results, [])
     )
     return failed_wait(ranks) or str(failure or "")
 
 
 def failed_wait(ranks: VirtualRanks) -> str:
-    """Return which wait has failed, or ""."""
+    """Return the rank and description of the failed wait, or ""."""
     failed = ranks.failed_wait()
     return "" if failed is None else f"rank {failed[0]}: {failed[1]}"
 
 
 class UncheckedRanks(VirtualRanks):
-    """Virtual ranks on a driver that launches nothing: `load` makes every launch once, and skipped
-    waits are always seen."""
+    """Virtual ranks on a driver without launches.
+
+    `load` calls every launch once to compile it. `run` reports every skipped wait as detected.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{**options, "forked": False})
@@ -160,17 +164,17 @@ class UncheckedRanks(VirtualRanks):
             launch()
 
     def run(self, *_: object, late: bool = False, **__: object) -> Failure | None:
-        """Check nothing."""
+        """Skip the checks."""
         return Failure("wrong", "a call without waits") if late else None
 
     def capture(self, *_: object, **__: object) -> Callable[[], list[Results]]:
-        """Return nothing to replay."""
+        """Return a replay without effect."""
         return list
 
 
 @contextlib.contextmanager
 def opened(kind: str, seconds: float) -> Iterator[Machine]:
-    """Give the machine of this process, after what replaces the GPU has been put in place."""
+    """Yield the machine of this process. Installs the replacement of the GPU first."""
     with contextlib.ExitStack() as stack:
         if kind == "rehearsal":
             from tests.support import emulated
@@ -183,7 +187,7 @@ def opened(kind: str, seconds: float) -> Iterator[Machine]:
 
 @contextlib.contextmanager
 def _compiling() -> Iterator[None]:
-    """Compile for a GPU that is not there; virtual ranks check nothing."""
+    """Compile without a GPU. Virtual ranks skip their checks."""
     from tpkernels.cuda import image
     from tpkernels.kernels import configs
 
@@ -201,7 +205,7 @@ def _compiling() -> Iterator[None]:
     driver.set_active(Stub())
     cpu = torch.device("cpu")
     with (
-        configs.assuming(*_STUB),
+        configs.assume_device(*_STUB),
         mock.patch.object(image, "nvrtc_image", lambda capability: b"an image"),
         mock.patch.object(virtual, "VirtualRanks", UncheckedRanks),
         mock.patch.object(virtual, "rank_device", lambda device: cpu),

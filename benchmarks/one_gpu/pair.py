@@ -1,5 +1,6 @@
-"""Two processes that share the GPU in time slices: `tpkernels qualify`, for as long as there is
-time. Its report stays in the cache folder of the machine."""
+"""`tpkernels qualify` on two processes that share the GPU in time slices, within the time budget.
+
+The qualification report stays in the cache folder of the machine."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from functools import partial
 from benchmarks.one_gpu.machine import Machine
 from benchmarks.one_gpu.stages import Case, Row
 
-_END_S = 10.0  # to end the stage that is under way
+_END_S = 10.0  # time to end the running stage
 _REHEARSED = ("direct/", "pipelined/all_gather")
 
 
 def cases(machine: Machine) -> Iterator[Case]:
-    """Yield one case: its rows are the lines of the command."""
+    """Yield the command as a case. Its rows are the output lines."""
     for only in machine.choose(("",), _REHEARSED):
         yield f"qualify --tp 2 {only}".strip(), partial(_qualify, machine, only)
 
@@ -26,7 +27,7 @@ def _qualify(machine: Machine, only: str) -> Iterator[Row]:
     budget = max(1.0, machine.seconds_left - _END_S)
     command = [sys.executable, "-m", "tpkernels", "qualify", "--tp", "2", "--budget", f"{budget:g}"]
     command += ["--device", machine.device.type, "--only", only]
-    env = {**os.environ, "COLUMNS": "600"}  # a line for each stage
+    env = {**os.environ, "COLUMNS": "600"}  # one line per stage
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
     ) as process:

@@ -1,5 +1,5 @@
-"""What a campaign leaves: a summary for the terminal, one JSON file and one Markdown page. The last
-two are named after the card and ready for benchmarks/results."""
+"""Report of a campaign: a summary for the terminal, a JSON file and a Markdown page. The card gives
+the files their names; they are ready for benchmarks/results."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from pathlib import Path
 from benchmarks.one_gpu.stages import Result, Row
 
 _MAX_SUMMARY = 9000  # characters
-_MAX_BAD = 12  # rows of a stage in the summary
-_OWN = {"case", "bad", "seconds", "error", "where"}
+_MAX_BAD = 12  # failed rows per stage in the summary
+_COMMON_KEYS = {"case", "bad", "seconds", "error", "where"}
 
 
 def write(results: Sequence[Result], kind: str, out: Path) -> None:
     """Write the JSON file and the Markdown page."""
-    card = card_of(results)
+    card = find_card(results)
     name = re.sub(r"[^a-z0-9]+", "-", card.lower().replace("nvidia", "")).strip("-")
     stages = [asdict(result) for result in results]
     content = {"format": "tpkernels-one-gpu/1", "date": date.today().isoformat(), "kind": kind}
-    text = json.dumps({**content, "stages": stages}, indent=1, default=str)
-    (out / f"gpu-{name}.json").write_text(text + "\n")
+    document = json.dumps({**content, "stages": stages}, indent=1, default=str)
+    (out / f"gpu-{name}.json").write_text(document + "\n")
     (out / f"gpu-{name}.md").write_text(markdown(results))
 
 
-def card_of(results: Sequence[Result]) -> str:
+def find_card(results: Sequence[Result]) -> str:
     """Return the name of the GPU."""
     return next((row["card"] for row in _rows(results, "facts") if "card" in row), "unknown")
 
 
 def summary(results: Sequence[Result]) -> str:
-    """Return what matters, the worst first, in at most 9,000 characters: the failed cases, how the
-    stages ended, then the main numbers."""
+    """Return failed cases, endings of the stages and the main numbers, in at most 9,000
+    characters."""
     lines = ["", "# Summary"]
     for result in results:
         lines += [
@@ -47,16 +47,16 @@ def summary(results: Sequence[Result]) -> str:
     lines += [f"{_ending(result)}" for result in results]
     for title, table in _tables(results):
         lines += ["", title, *(" | ".join(row) for row in table)]
-    text = "\n".join(lines)
-    return text if len(text) <= _MAX_SUMMARY else text[: _MAX_SUMMARY - 4] + "\n..."
+    summary = "\n".join(lines)
+    return summary if len(summary) <= _MAX_SUMMARY else summary[: _MAX_SUMMARY - 4] + "\n..."
 
 
 def markdown(results: Sequence[Result]) -> str:
     """Return the page for benchmarks/results."""
     facts = {key: value for row in _rows(results, "facts")[:1] for key, value in row.items()}
-    shown = ", ".join(f"{key} {value}" for key, value in facts.items() if key not in _OWN)
+    shown = ", ".join(f"{key} {value}" for key, value in facts.items() if key not in _COMMON_KEYS)
     lines = [
-        f"# One GPU: {card_of(results)}",
+        f"# One GPU: {find_card(results)}",
         "",
         f"{date.today().isoformat()}, by `python -m benchmarks.one_gpu`. {shown}.",
         "",
@@ -95,7 +95,7 @@ Table = list[tuple[str, ...]]
 
 
 def _tables(results: Sequence[Result]) -> Iterable[tuple[str, Table]]:
-    """Yield a title and a table, whose first row is the header, for each stage that has rows."""
+    """Yield a title and a table for each stage with rows. The first table row is the header."""
     if rows := _rows(results, "overlap"):
         yield "Overlap", _overlap(rows)
     if rows := _rows(results, "tiles"):
@@ -177,9 +177,11 @@ def _rows(results: Sequence[Result], stage: str) -> list[Row]:
 
 
 def _values(row: Row) -> str:
-    return json.dumps({key: value for key, value in row.items() if key not in _OWN}, default=str)
+    return json.dumps(
+        {key: value for key, value in row.items() if key not in _COMMON_KEYS}, default=str
+    )
 
 
-def _short(text: str, characters: int) -> str:
-    line = " ".join(text.split())
+def _short(message: str, characters: int) -> str:
+    line = " ".join(message.split())
     return line if len(line) <= characters else line[: characters - 3] + "..."

@@ -1,5 +1,5 @@
-// A libcuda.so.1 for machines without a GPU: it accepts every call and launches nothing. With it
-// Triton compiles kernels for sm_90 by its usual path, and so fills its cache.
+// A libcuda.so.1 for machines without a GPU. Every call succeeds and has no effect. Triton can then
+// compile kernels for sm_90 in the usual flow, and fills its cache.
 //
 //     gcc -shared -fPIC -Wl,-soname,libcuda.so.1 -o libcuda.so.1 stub_libcuda.c
 #include <stddef.h>
@@ -43,7 +43,8 @@ CALL(cuLaunchKernelEx, NOTHING, const void* config, void* function, void** param
 CALL(cuMemcpyAsync, NOTHING, uint64_t to, uint64_t from, size_t bytes, void* stream)
 CALL(cuStreamWriteValue64_v2, NOTHING, void* stream, uint64_t to, uint64_t value, unsigned flags)
 
-// Of an H100: shared memory of a multiprocessor and of a block, multiprocessors, capability 9.0.
+// Attributes of an H100: shared memory per block (opt-in, default), multiprocessors, compute
+// capability 9.0.
 CALL(cuDeviceGetAttribute,
      *value = attribute == 97   ? 232448
               : attribute == 8  ? 49152

@@ -11,11 +11,11 @@ import torch
 
 from benchmarks.one_gpu.machine import Machine
 from benchmarks.one_gpu.stages import Case, Row
-from tpkernels.common.text import of_error
+from tpkernels.common.text import describe_error
 from tpkernels.kernels import configs, matmul
 from tpkernels.kernels.configs import MatmulConfig
 
-# The local GEMM of a rank of 8: the weight of the layer, rows of all ranks, columns and sums.
+# (M, N, K) of the local GEMM on one of 8 ranks. The key is the full weight of the layer.
 SHAPES = {
     "AG 11008,4096": ((4096, 1376, 4096),),
     "AG 28672,8192": ((4096, 3584, 8192), (8192, 3584, 8192), (64, 3584, 8192)),
@@ -53,9 +53,9 @@ def _compare(machine: Machine, m: int, n: int, k: int) -> Iterator[Row]:
         try:
             launch = matmul.bind_matmul(config, x, w, x.dtype)
             yield row(name, partial(launch, x, w, None, out))
-        except Exception as error:  # such as too much shared memory: the others still count
+        except Exception as error:  # such as too much shared memory
             machine.synchronize()
-            yield {"config": name, "bad": True, "error": of_error(error)[:300]}
+            yield {"config": name, "bad": True, "error": describe_error(error)[:300]}
 
 
 def _configs(device: torch.device, m: int, n: int) -> dict[str, MatmulConfig]:

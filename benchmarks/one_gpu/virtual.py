@@ -1,6 +1,6 @@
-"""Every variant on virtual ranks, and that skipped waits are seen
-(`tpkernels.qualification.virtual`). Outcomes go into the machine's report, so the stage `pair` does
-not run these checks again."""
+"""Checks of every variant on virtual ranks (`tpkernels.qualification.virtual`), including detection
+of skipped waits. The qualification report of the machine stores the outcomes, so the stage `pair`
+does not repeat these checks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from benchmarks.one_gpu.stages import Case, Row
 from tpkernels.planning import qualification
 from tpkernels.planning.qualification import QualificationReport, StageOutcome
 from tpkernels.qualification import virtual
-from tpkernels.qualification.run import outcome_of
+from tpkernels.qualification.run import make_outcome
 from tpkernels.qualification.schedule import VIRTUAL
 
 _DIRECT = ("two_shot", "one_shot", "ll", "ll_two_shot", "routed")
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
-# Those that `qualify` checks on one GPU, the most valuable first.
+# Variants that `qualify` checks on one GPU, the most valuable first.
 VARIANTS = (
     *(f"direct/{name}" for name in _DIRECT),
     *(f"{algorithm}/{kind}" for algorithm in ("fused", "pipelined") for kind in _KINDS),
@@ -38,18 +38,18 @@ def cases(machine: Machine) -> Iterator[Case]:
 
 def _check(machine: Machine, variant: str) -> Row:
     begin = time.monotonic()
-    found = virtual.check(variant, "cpu" if machine.kind == "rehearsal" else "cuda")
-    checks, failure = found.checks, found.failure
+    result = virtual.check(variant, "cpu" if machine.kind == "rehearsal" else "cuda")
+    checks, failure = result.checks, result.failure
     if machine.is_gpu:
         seconds = round(time.monotonic() - begin, 1)
-        _save(variant, outcome_of([] if failure is None else [failure], checks, seconds))
+        _save(variant, make_outcome([] if failure is None else [failure], checks, seconds))
     row = {"bad": failure is not None, "calls": checks}
     return row if failure is None else row | {"error": str(failure)}
 
 
 def _save(variant: str, outcome: StageOutcome) -> None:
-    """Add an outcome to the machine's report, as `tpkernels qualify --tp 2` would."""
-    known, _ = qualification.load("cuda")
+    """Add an outcome to the qualification report, like `tpkernels qualify --tp 2`."""
+    saved, _ = qualification.load("cuda")
     new = QualificationReport(date.today().isoformat(), litmus={"2": {VIRTUAL + variant: outcome}})
     with contextlib.suppress(OSError, RuntimeError):  # no folder for it: `pair` repeats the check
-        qualification.save("cuda", (known or QualificationReport()).extended(new))
+        qualification.save("cuda", (saved or QualificationReport()).extended(new))

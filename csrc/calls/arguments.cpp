@@ -3,14 +3,14 @@
 #include <algorithm>
 #include <utility>
 
-#include "calls/product.h"
+#include "calls/matmul.h"
 #include "calls/python.h"
 
 namespace tpkernels::calls {
 namespace {
 
 bool is_dtype(PyObject* value) {
-  static PyObject* const type = lasting("torch", "dtype");
+  static PyObject* const type = import_static("torch", "dtype");
   return Py_IS_TYPE(value, reinterpret_cast<PyTypeObject*>(type));
 }
 
@@ -28,8 +28,8 @@ void append(std::string* key, const Tensor& x, bool any_rows) {
               static_cast<std::size_t>(x.ndim - first) * sizeof *x.shape);
 }
 
-// A weight that is known to a CustomMatmul, of which only shape and dtype matter.
-bool append_product(std::string* key, PyObject* w) {
+// Appends a weight that is a CustomMatmul: only its shape and dtype affect the plan.
+bool append_custom_matmul(std::string* key, PyObject* w) {
   static PyObject* const shape_name = PyUnicode_InternFromString("shape");
   static PyObject* const dtype_name = PyUnicode_InternFromString("dtype");
   const auto shape = py::reinterpret_steal<py::object>(PyObject_GetAttr(w, shape_name));
@@ -48,14 +48,14 @@ bool append_product(std::string* key, PyObject* w) {
   return true;
 }
 
-// Each value starts with a letter for its kind, and says how long it is.
+// Each value is encoded as a letter for its type, its length if it varies, and its bytes.
 bool append(std::string* key, PyObject* value, Tensor* x, const Argument& argument) {
   const bool weight = argument.weight;
   if (value == Py_None) {
     key->push_back('n');
   } else if (is_tensor(value)) {
     if (!read(value, x)) return false;
-    if (weight && x->ndim == kPackedDims && !is_contiguous(*x)) return false;  // to be refused
+    if (weight && x->ndim == kPackedDims && !is_contiguous(*x)) return false;  // Python rejects it
     key->push_back('t');
     append(key, *x, argument.any_rows);
   } else if (PyUnicode_Check(value)) {
@@ -65,7 +65,7 @@ bool append(std::string* key, PyObject* value, Tensor* x, const Argument& argume
     key->push_back('s');
     append(key, size);
     key->append(text, static_cast<std::size_t>(size));
-  } else if (PyLong_Check(value)) {  // or a bool
+  } else if (PyLong_Check(value)) {  // includes bool
     int overflow = 0;
     const long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
     if (overflow) return false;
@@ -74,7 +74,7 @@ bool append(std::string* key, PyObject* value, Tensor* x, const Argument& argume
   } else if (PyFloat_Check(value)) {
     key->push_back('f');
     append(key, PyFloat_AS_DOUBLE(value));
-  } else if (is_dtype(value)) {  // there is one of each
+  } else if (is_dtype(value)) {  // dtypes are singletons: the address identifies one
     key->push_back('d');
     append(key, value);
   } else if (PyList_Check(value) || PyTuple_Check(value)) {
@@ -86,7 +86,7 @@ bool append(std::string* key, PyObject* value, Tensor* x, const Argument& argume
       if (!append(key, PySequence_Fast_GET_ITEM(value, i), &other, argument)) return false;
     }
   } else {
-    return weight && append_product(key, value);
+    return weight && append_custom_matmul(key, value);
   }
   return true;
 }
@@ -97,31 +97,32 @@ bool are_tensors(PyObject* value) {
   return std::all_of(items, items + PySequence_Fast_GET_SIZE(value), is_tensor);
 }
 
-bool is_standard(const Argument& argument, PyObject* value) {
-  PyObject* const standard = argument.standard.ptr();
-  if (value == standard) return true;
-  return standard && PyUnicode_Check(standard) && PyUnicode_Check(value) &&
-         PyUnicode_Compare(standard, value) == 0;
+bool is_default(const Argument& argument, PyObject* value) {
+  PyObject* const default_value = argument.default_value.ptr();
+  if (value == default_value) return true;
+  return default_value && PyUnicode_Check(default_value) && PyUnicode_Check(value) &&
+         PyUnicode_Compare(default_value, value) == 0;
 }
 
 }  // namespace
 
-Arguments::Arguments(std::string op, const Described& described, py::object cls)
+Arguments::Arguments(std::string op, const Specs& specs, py::object cls)
     : op_(std::move(op)), cls_(std::move(cls)) {
-  for (const auto& [name, has_standard, standard, by_keyword, any_rows] : described) {
-    const std::string text = name;
-    const bool weight = text == "w" || text == "weights";
+  for (const auto& [name, has_default, default_value, keyword_only, any_rows] : specs) {
+    const std::string utf8 = name;
+    const bool weight = utf8 == "w" || utf8 == "weights";
     PyObject* interned = py::object(name).release().ptr();
     PyUnicode_InternInPlace(&interned);
     arguments_.push_back({py::reinterpret_steal<py::str>(interned),
-                          has_standard ? standard : py::object(), by_keyword, weight, any_rows});
-    if (!by_keyword) ++positional_;
+                          has_default ? default_value : py::object(), keyword_only, weight,
+                          any_rows});
+    if (!keyword_only) ++positional_;
   }
   group_ = index("group");
   const py::dict defaults = cls_.attr("_field_defaults");
   for (const py::handle field : cls_.attr("_fields")) {
-    const int at = index(field.cast<std::string>().c_str());
-    fields_.emplace_back(at, at < 0 ? py::object(defaults[field]) : py::object());
+    const int slot = index(field.cast<std::string>().c_str());
+    fields_.emplace_back(slot, slot < 0 ? py::object(defaults[field]) : py::object());
   }
 }
 
@@ -132,19 +133,19 @@ int Arguments::index(const char* name) const {
   return -1;
 }
 
-Slots Arguments::parse(const Given& given) const {
+Slots Arguments::parse(const CallArgs& args) const {
   Slots slots(arguments_.size());
-  if (given.positional > positional_) throw unexpected();
-  std::copy(given.values, given.values + given.positional, slots.begin());
-  const Py_ssize_t by_name = given.names ? PyTuple_GET_SIZE(given.names) : 0;
-  for (Py_ssize_t i = 0; i < by_name; ++i) {
-    const std::size_t at = place_of(PyTuple_GET_ITEM(given.names, i));
-    if (at == slots.size() || slots[at]) throw unexpected();
-    slots[at] = given.values[given.positional + i];
+  if (args.positional > positional_) throw unexpected();
+  std::copy(args.values, args.values + args.positional, slots.begin());
+  const Py_ssize_t keywords = args.names ? PyTuple_GET_SIZE(args.names) : 0;
+  for (Py_ssize_t i = 0; i < keywords; ++i) {
+    const std::size_t slot = find_slot(PyTuple_GET_ITEM(args.names, i));
+    if (slot == slots.size() || slots[slot]) throw unexpected();
+    slots[slot] = args.values[args.positional + i];
   }
   for (std::size_t i = 0; i < slots.size(); ++i) {
     if (slots[i]) continue;
-    slots[i] = arguments_[i].standard.ptr();
+    slots[i] = arguments_[i].default_value.ptr();
     if (!slots[i]) {
       throw py::type_error(op_ + " is missing the argument " + std::string(arguments_[i].name));
     }
@@ -152,30 +153,31 @@ Slots Arguments::parse(const Given& given) const {
   return slots;
 }
 
-std::size_t Arguments::place_of(PyObject* name) const {
-  std::size_t at = 0;
-  while (at < arguments_.size() && arguments_[at].name.ptr() != name) ++at;
-  if (at < arguments_.size()) return at;
-  at = 0;  // not interned
-  while (at < arguments_.size() && PyUnicode_Compare(arguments_[at].name.ptr(), name) != 0) ++at;
-  return at;
+std::size_t Arguments::find_slot(PyObject* name) const {
+  std::size_t slot = 0;
+  while (slot < arguments_.size() && arguments_[slot].name.ptr() != name) ++slot;
+  if (slot < arguments_.size()) return slot;
+  slot = 0;  // `name` is not interned: compare by value
+  while (slot < arguments_.size() && PyUnicode_Compare(arguments_[slot].name.ptr(), name) != 0)
+    ++slot;
+  return slot;
 }
 
 py::type_error Arguments::unexpected() const {
   return py::type_error(op_ + " got unexpected arguments");
 }
 
-py::object Arguments::named(const Slots& slots) const {
+py::object Arguments::to_named_tuple(const Slots& slots) const {
   static PyObject* const make =
       py::object(py::type::of(py::tuple()).attr("__new__")).release().ptr();
   const auto values = checked(PyTuple_New(static_cast<Py_ssize_t>(fields_.size())));
   for (std::size_t i = 0; i < fields_.size(); ++i) {
-    const auto& [at, standard] = fields_[i];
-    PyObject* const value = at < 0 ? standard.ptr() : slots[static_cast<std::size_t>(at)];
+    const auto& [slot, default_value] = fields_[i];
+    PyObject* const value = slot < 0 ? default_value.ptr() : slots[static_cast<std::size_t>(slot)];
     PyTuple_SET_ITEM(values.ptr(), static_cast<Py_ssize_t>(i), Py_NewRef(value));
   }
-  PyObject* const given[] = {cls_.ptr(), values.ptr()};
-  return checked(PyObject_Vectorcall(make, given, 2, nullptr));
+  PyObject* const args[] = {cls_.ptr(), values.ptr()};
+  return checked(PyObject_Vectorcall(make, args, 2, nullptr));
 }
 
 bool Arguments::weights_are_tensors(const Slots& slots) const {
@@ -188,22 +190,22 @@ bool Arguments::weights_are_tensors(const Slots& slots) const {
 py::object Arguments::call(PyObject* function, const Slots& slots) const {
   std::vector<PyObject*> values;
   values.reserve(slots.size());
-  std::size_t positional = 0, kept = 0;
-  while (positional < slots.size() && !arguments_[positional].by_keyword) {
+  std::size_t positional = 0, num_passed = 0;
+  while (positional < slots.size() && !arguments_[positional].keyword_only) {
     values.push_back(slots[positional]);
-    if (!is_standard(arguments_[positional], slots[positional])) kept = positional + 1;
+    if (!is_default(arguments_[positional], slots[positional])) num_passed = positional + 1;
     ++positional;
   }
-  values.resize(kept);
+  values.resize(num_passed);
   py::object names;
   for (std::size_t i = positional; i < slots.size(); ++i) {
-    if (is_standard(arguments_[i], slots[i])) continue;
+    if (is_default(arguments_[i], slots[i])) continue;
     if (!names) names = py::list();
     py::reinterpret_borrow<py::list>(names).append(arguments_[i].name);
     values.push_back(slots[i]);
   }
   if (names) names = py::tuple(names);
-  return checked(PyObject_Vectorcall(function, values.data(), kept, names.ptr()));
+  return checked(PyObject_Vectorcall(function, values.data(), num_passed, names.ptr()));
 }
 
 bool Arguments::key(const Slots& slots, std::string* key, Tensor* x) const {

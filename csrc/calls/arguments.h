@@ -1,5 +1,4 @@
-// An op's arguments by name and in the schema's order, and the key under which their planned call
-// is found.
+// The arguments of an op, by name and in schema order, and the plan cache key of a call.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -14,52 +13,52 @@
 
 namespace tpkernels::calls {
 
-// The arguments of one call in the schema's order, with its defaults; borrowed.
+// The arguments of one call in schema order, including defaults. Borrowed references.
 using Slots = std::vector<PyObject*>;
 
 struct Argument {
   pybind11::str name;
-  pybind11::object standard;  // its default; null: it has none
-  bool by_keyword;            // only
-  bool weight;                // one or several weights, which may be no dense tensors
-  bool any_rows;              // calls with any number of its rows are planned alike
+  pybind11::object default_value;  // null if the argument is required
+  bool keyword_only;
+  bool weight;    // a weight or a list of weights, not necessarily dense tensors
+  bool any_rows;  // the number of rows is not part of the key
 };
 
 class Arguments {
  public:
-  // (name, has a default, default, by keyword only, any rows) of each argument, of which the first
-  // is a tensor. `cls` is a named tuple: its fields are arguments, or have defaults.
-  using Described = std::vector<std::tuple<pybind11::str, bool, pybind11::object, bool, bool>>;
-  Arguments(std::string op, const Described& described, pybind11::object cls);
+  // (name, has_default, default, keyword_only, any_rows) of each argument. The first argument is a
+  // tensor. `cls` is a named tuple whose fields are arguments of the op or have defaults.
+  using Specs = std::vector<std::tuple<pybind11::str, bool, pybind11::object, bool, bool>>;
+  Arguments(std::string op, const Specs& specs, pybind11::object cls);
 
-  // Where an argument is; -1: nowhere.
+  // The slot of an argument, or -1 if the op does not have it.
   int index(const char* name) const;
   int group() const { return group_; }
   const std::string& op() const { return op_; }
 
-  Slots parse(const Given& given) const;
-  // The arguments as an object of the named tuple.
-  pybind11::object named(const Slots& slots) const;
-  // Whether no weight is a `CustomMatmul`, or something else.
+  Slots parse(const CallArgs& args) const;
+  // The arguments as an instance of `cls`.
+  pybind11::object to_named_tuple(const Slots& slots) const;
+  // False if a weight is not a tensor, such as a `CustomMatmul`.
   bool weights_are_tensors(const Slots& slots) const;
-  // Calls `function` with them, without those that have their defaults: each costs torch's
-  // dispatcher time.
+  // Calls `function` with the arguments that differ from their defaults. Omitting defaults saves
+  // time in the torch dispatcher.
   pybind11::object call(PyObject* function, const Slots& slots) const;
 
-  // The op, the shape, dtype and device of each tensor, what kind of weight it is, and all other
-  // values but the group's, which has its own table. False where a value has no such description.
-  // `x` is filled as well.
+  // Writes the plan cache key: the op, the shape, dtype, device and weight kind of each tensor, and
+  // all other values except the group, because each group has a separate cache. Also fills `x`.
+  // Returns false if a value cannot be part of a key.
   bool key(const Slots& slots, std::string* key, Tensor* x) const;
 
  private:
-  // Where the argument of that name is; past the end: there is none.
-  std::size_t place_of(PyObject* name) const;
+  // The slot of an argument, or arguments_.size() if the op does not have it.
+  std::size_t find_slot(PyObject* name) const;
   pybind11::type_error unexpected() const;
 
   std::string op_;
   std::vector<Argument> arguments_;
   pybind11::object cls_;
-  std::vector<std::pair<int, pybind11::object>> fields_;  // where each is, or its default
+  std::vector<std::pair<int, pybind11::object>> fields_;  // of `cls`: slot, or -1 and default
   Py_ssize_t positional_ = 0;
   int group_ = -1;
 };

@@ -1,5 +1,5 @@
-// The algorithm `direct` on CPU tensors: one collective on shared memory, and the planned calls
-// that are a matmul, the collective, and matmuls, without Python code.
+// The algorithm `direct` on CPU tensors: a collective on shared memory, and planned calls that run
+// the collective and the matmul before or after it without Python code.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -9,67 +9,69 @@
 #include <string>
 #include <vector>
 
+#include "calls/group_calls.h"
 #include "calls/tensor.h"
-#include "calls/turns.h"
 #include "host/collectives.h"
 
 namespace tpkernels::calls {
 
-// What follows a sum. Tensors without data are absent.
-host::Epilogue epilogue(const Tensor& out, const Tensor& bias = {}, const Tensor& residual = {});
-host::RmsNorm rms_norm(const Tensor& out, const Tensor& weight, double eps);
+// Operations after the reduction. A tensor without data is an absent operand.
+host::Epilogue make_epilogue(const Tensor& out, const Tensor& bias = {},
+                             const Tensor& residual = {});
+host::RmsNorm make_rms_norm(const Tensor& out, const Tensor& weight, double eps);
 
-// A collective with what the ranks agreed on when it was planned.
+// A collective and its parameters, agreed on by the ranks when the call was planned.
 class Collective {
  public:
-  // One of host::collective()'s. Keeps `channel`, Python's object, alive.
+  // `name` is an argument of host::collective(). Keeps the Python object `channel` alive.
   Collective(const pybind11::object& channel, std::shared_ptr<host::Segments> segments,
-             std::uint32_t signature, std::string text, const std::string& name,
+             std::uint32_t signature, std::string description, const std::string& name,
              host::Shards shards);
 
-  // Contiguous tensors of supported dtypes; collectives.h has their shapes. Gives up the GIL, and
-  // throws what the channel throws. `out` of an all-reduce may be `x`; then peers cannot read `x`
-  // in place, as it is being overwritten.
-  void run(const Tensor& x, const Tensor& out, const host::Epilogue& after,
+  // Requires contiguous tensors of supported dtypes, with the shapes in host/collectives.h.
+  // Releases the GIL. Throws the errors of the channel. `out` of an all-reduce may be `x`; peers
+  // then do not read `x` in place, because it is overwritten.
+  void run(const Tensor& x, const Tensor& out, const host::Epilogue& epilogue,
            const host::RmsNorm& norm = {}, const host::Routing* routing = nullptr,
            const Tensor& weights = {}) const;
 
-  // Whether there is only one shard, of which nothing has to be copied to others.
-  bool is_alone() const { return shards_.layout.sizes.size() == 1; }
-  // Whether the result has the shape of this rank's input.
-  bool keeps_shape() const { return shards_.layout.sizes.empty() || is_alone(); }
+  // Whether the tensor has a single shard, so that no data is exchanged.
+  bool has_single_shard() const { return shards_.layout.sizes.size() == 1; }
+  // Whether the output has the shape of the local input.
+  bool keeps_shape() const { return shards_.layout.sizes.empty() || has_single_shard(); }
 
  private:
-  pybind11::object keep_;
+  pybind11::object channel_owner_;
   host::Channel& channel_;
   std::shared_ptr<host::Segments> segments_;
   std::uint32_t signature_;
-  std::string text_;
+  std::string description_;
   host::Shards shards_;
   host::Collective run_;
 };
 
-// out [tokens, width] = sum over j of weights[., j] * rows[places[., j]], in order: host::weigh of
-// rows of one rank. places [tokens, k] of int64. Throws std::invalid_argument for other operands.
+// Computes out[t] = sum over j of weights[t, j] * rows[places[t, j]], in the order of j, with
+// host::weighted_sum. out [tokens, width], places int64 [tokens, k]. Throws std::invalid_argument
+// if the operands do not fit.
 void weigh_rows(const Tensor& rows, const Tensor& places, const Tensor& weights, const Tensor& out);
 
-// A planned call on contiguous tensors of one dtype. tpkernels/algorithms/direct/cpu.py has the
-// rest.
-class Direct final : public Bound {
+// A planned call on contiguous tensors of one dtype. tpkernels/algorithms/direct/cpu.py runs all
+// other calls.
+class Direct final : public BoundCall {
  public:
-  // `shape` is that of the tensor that the collective makes on this rank. `multiplies`: the second
-  // argument is a weight, or a list of them, of an op that `gathers`.
+  // `shape` is the shape of the local output of the collective. `multiplies`: the op has a matmul,
+  // and its second argument is the weight, or a list of weights if it `gathers`.
   Direct(std::shared_ptr<const Collective> collective, const Arguments& arguments, bool in_place,
          pybind11::tuple shape, bool multiplies, bool gathers, bool return_gathered, double eps);
 
-  bool takes(const Slots& slots, const Tensor& x) const override;
+  bool accepts(const Slots& slots, const Tensor& x) const override;
   pybind11::object run(const Slots& slots, const Tensor& x) const override;
 
  private:
   pybind11::object gather_and_multiply(const Slots& slots, const Tensor& x) const;
 
   std::shared_ptr<const Collective> collective_;
-  int bias_, residual_, norm_weight_;  // where they are; -1: nowhere
+  int bias_, residual_, norm_weight_;  // slots, or -1
   bool in_place_;
   pybind11::tuple shape_;
   bool multiplies_;

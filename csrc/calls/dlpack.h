@@ -1,17 +1,16 @@
-// What is used of DLPack's C exchange interface, by which a framework gives an extension a tensor's
-// address, shape and strides without making Python objects. torch 2.10 and later have it as
-// `torch.Tensor.__dlpack_c_exchange_api__`. Layouts:
-// https://dmlc.github.io/dlpack (version 1.3); tests/calls/test_dlpack.py compares them with the
-// header that torch ships.
+// Subset of the DLPack C exchange API. It gives an extension the address, shape and strides of a
+// tensor without creating Python objects. torch 2.10 and later provide it as
+// `torch.Tensor.__dlpack_c_exchange_api__`. Layouts: https://dmlc.github.io/dlpack (version 1.3).
+// tests/calls/test_dlpack.py compares them with the header that torch ships.
 #pragma once
 
 #include <cstdint>
 
 namespace tpkernels::calls::dlpack {
 
-constexpr std::uint32_t kMajorVersion = 1;  // a change would break what is declared here
-constexpr int kCpu = 1;                     // of `Device::type`
-constexpr std::uint8_t kInt = 0;            // of `DataType::code`
+constexpr std::uint32_t kMajorVersion = 1;  // the ABI may change with the major version
+constexpr int kCpu = 1;                     // value of Device::type
+constexpr std::uint8_t kInt = 0;            // values of DataType::code
 constexpr std::uint8_t kFloat = 2;
 constexpr std::uint8_t kBFloat = 4;
 
@@ -41,7 +40,7 @@ struct Tensor {
   std::uint64_t byte_offset;
 };
 
-// The members that are not used are pointers to functions, too.
+// The `void*` members are function pointers that this package does not call.
 struct ExchangeApi {
   Version version;
   ExchangeApi* previous;

@@ -1,8 +1,8 @@
-// How a call enters an op. Each op `X` with a gradient, or with a refusal of one, is two: `X`,
-// which has a CompositeImplicitAutograd kernel that asks whether autograd has to record the call,
-// and `_X`, which has the kernels (kernel.h) and falls through at the Autograd keys. So a call that
-// needs no gradient runs no Python code here, and passes the dispatcher once where it enters by the
-// public function.
+// The entry point of an op. An op that has a gradient, or rejects one, consists of two torch ops:
+//   X   has a CompositeImplicitAutograd kernel. It checks whether autograd must record the call.
+//   _X  has the kernels (kernel.h) and falls through at the Autograd keys.
+// A call without a gradient therefore runs no Python code here. A call through the public function
+// passes through the dispatcher once.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -13,15 +13,17 @@
 
 namespace tpkernels::calls {
 
-// Callable with the arguments of an op: `record(arguments)` where one of them needs a gradient, or
-// may have a tangent; `custom(arguments)`, unless it is None, where a weight is no tensor; else
-// `op`, the overload `_X`.
+// Returns a callable with the arguments of an op. It calls:
+//   custom(arguments)  if a weight is not a tensor, and `custom` is not None
+//   record(arguments)  if an argument requires a gradient or may have a tangent
+//   op                 otherwise; the overload `_X`
 //
-// `detour` is the overload `X`, for calls that do not come from the dispatcher. They take it in
-// transforms and function modes, with tensors of other classes, and in profiles, which are to show
-// the public name. None makes the kernel of `X`.
+// `dispatched_op` is the overload `X` for the public function, and None for the kernel of `X`. If
+// it is set, calls in transforms, function modes and profiles, and calls with tensor subclasses or
+// non-tensor values, go to `dispatched_op` instead of `record` or `op`. Profiles then show the
+// public name.
 pybind11::object make_entry(std::shared_ptr<Arguments> arguments, pybind11::object op,
                             pybind11::object record, pybind11::object custom,
-                            pybind11::object detour);
+                            pybind11::object dispatched_op);
 
 }  // namespace tpkernels::calls

@@ -1,4 +1,4 @@
-// What the folder needs of CPython's interface beyond pybind11, which is slower.
+// Helpers for the CPython API. They avoid the overhead of the pybind11 wrappers.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -12,37 +12,38 @@ namespace tpkernels::calls {
 
 namespace py = pybind11;
 
-// A new reference as an object; throws where there is none and Python has an error.
+// Wraps a new reference. Throws error_already_set if it is null.
 inline py::object checked(PyObject* result) {
   if (!result) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(result);
 }
 
-// An attribute of a module, kept for ever: for static variables.
-inline PyObject* lasting(const char* module, const char* name) {
+// Returns an attribute of a module and never releases it. Use it for static variables.
+inline PyObject* import_static(const char* module, const char* name) {
   return py::object(py::module_::import(module).attr(name)).release().ptr();
 }
 
-// Whether a function without arguments returns True.
+// Calls a function without arguments. Returns whether the result is True.
 inline bool is_true(PyObject* function) {
   return checked(PyObject_CallNoArgs(function)).is(py::bool_(true));
 }
 
-// A name of a module, which may be given another value. The module is never unloaded.
+// A module variable that may be reassigned. The module is never unloaded.
 class Global {
  public:
   Global(const char* module, const char* name)
-      : names_(lasting(module, "__dict__")), name_(PyUnicode_InternFromString(name)) {}
-  PyObject* value() const { return PyDict_GetItem(names_, name_); }  // borrowed; null: it is gone
+      : names_(import_static(module, "__dict__")), name_(PyUnicode_InternFromString(name)) {}
+  // Borrowed reference, or null if the variable was deleted.
+  PyObject* value() const { return PyDict_GetItem(names_, name_); }
 
  private:
   PyObject* names_;
   PyObject* name_;
 };
 
-// What f() returns, as a new reference; null with a Python error set where it throws.
+// Returns the result of f() as a new reference. If f throws, sets a Python error and returns null.
 template <class F>
-PyObject* raising(F&& f) {
+PyObject* return_or_set_error(F&& f) {
   try {
     return f().release().ptr();
   } catch (...) {
@@ -51,16 +52,16 @@ PyObject* raising(F&& f) {
   }
 }
 
-// The arguments of a call as CPython's vectorcall gives them: the values, those by position first,
-// and the names of the others in a tuple, or null.
-struct Given {
+// Vectorcall arguments: positional values, then keyword values. `names` is the tuple of keyword
+// names, or null.
+struct CallArgs {
   PyObject* const* values;
   Py_ssize_t positional;
   PyObject* names;
 };
 
-// A builtin function of Python around a State, which lives as long: without pybind11's dispatch,
-// and without a tuple and a dict of its arguments.
+// A builtin Python function that owns a State. A call avoids the pybind11 dispatch and creates no
+// argument tuple or dict.
 template <class State>
 struct Callable {
   PyObject_HEAD State* state;
@@ -72,14 +73,14 @@ struct Callable {
     Py_DECREF(type);
   }
 
-  template <PyObject* (*call)(const State&, const Given&)>
+  template <PyObject* (*call)(const State&, const CallArgs&)>
   static PyObject* vectorcall(PyObject* self, PyObject* const* values, Py_ssize_t positional,
                               PyObject* names) {
     if (names && PyTuple_GET_SIZE(names) == 0) names = nullptr;
     return call(*reinterpret_cast<Callable*>(self)->state, {values, positional, names});
   }
 
-  template <PyObject* (*call)(const State&, const Given&)>
+  template <PyObject* (*call)(const State&, const CallArgs&)>
   static py::object make(const char* name, std::unique_ptr<State> state) {
     PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(&deallocate)}, {0, nullptr}};
     PyType_Spec spec{name, sizeof(Callable), 0, Py_TPFLAGS_DEFAULT, slots};

@@ -10,13 +10,14 @@ namespace {
 
 const dlpack::ExchangeApi* exchange = nullptr;
 
-// From this size on, torch takes fresh memory from the kernel for each tensor, page by page.
+// Minimum size for huge pages. From this size on, torch gets new pages from the kernel for every
+// tensor.
 constexpr std::size_t kLargeBytes = std::size_t{4} << 20;
 
 }  // namespace
 
 bool is_tensor(PyObject* value) {
-  static PyObject* const type = lasting("torch", "Tensor");
+  static PyObject* const type = import_static("torch", "Tensor");
   return PyObject_TypeCheck(value, reinterpret_cast<PyTypeObject*>(type)) != 0;
 }
 
@@ -45,16 +46,16 @@ Tensor tensor(const py::handle& object) {
   return x;
 }
 
-std::size_t count_of(const Tensor& x) {
+std::size_t num_elements(const Tensor& x) {
   std::size_t count = 1;
   for (int i = 0; i < x.ndim; ++i) count *= static_cast<std::size_t>(x.shape[i]);
   return count;
 }
 
-std::size_t bytes_of(const Tensor& x) { return count_of(x) * x.dtype.bits / 8; }
+std::size_t num_bytes(const Tensor& x) { return num_elements(x) * x.dtype.bits / 8; }
 
 bool is_contiguous(const Tensor& x) {
-  if (count_of(x) == 0) return true;
+  if (num_elements(x) == 0) return true;
   std::int64_t expected = 1;
   for (int i = x.ndim - 1; i >= 0; --i) {
     if (x.shape[i] != 1 && x.strides[i] != expected) return false;
@@ -63,7 +64,7 @@ bool is_contiguous(const Tensor& x) {
   return true;
 }
 
-host::DType dtype_of(const Tensor& x) {
+host::DType get_dtype(const Tensor& x) {
   if (x.dtype.lanes == 1 && x.dtype.code == dlpack::kBFloat && x.dtype.bits == 16)
     return host::DType::kBF16;
   if (x.dtype.lanes == 1 && x.dtype.code == dlpack::kFloat) {
@@ -71,7 +72,8 @@ host::DType dtype_of(const Tensor& x) {
     if (x.dtype.bits == 16) return host::DType::kF16;
     if (x.dtype.bits == 64) return host::DType::kF64;
   }
-  if (x.dtype.lanes == 1 && x.dtype.code == dlpack::kInt) {  // only moved, so the width matters
+  // Integers are moved and never added, so only the width matters.
+  if (x.dtype.lanes == 1 && x.dtype.code == dlpack::kInt) {
     if (x.dtype.bits == 32) return host::DType::kF32;
     if (x.dtype.bits == 64) return host::DType::kF64;
   }
@@ -83,11 +85,11 @@ py::object empty(const py::tuple& shape, const py::handle& dtype) {
   static const Global make("torch", "empty");
   static PyObject* const names = py::make_tuple("dtype", "device").release().ptr();
   static PyObject* const cpu = py::module_::import("torch").attr("device")("cpu").release().ptr();
-  PyObject* const given[] = {shape.ptr(), dtype.ptr(), cpu};
-  py::object out = checked(PyObject_Vectorcall(make.value(), given, 1, names));
+  PyObject* const args[] = {shape.ptr(), dtype.ptr(), cpu};
+  py::object out = checked(PyObject_Vectorcall(make.value(), args, 1, names));
   Tensor x{};
-  if (read(out.ptr(), &x) && bytes_of(x) >= kLargeBytes) {
-    host::advise_huge_pages(data_of(x), bytes_of(x));
+  if (read(out.ptr(), &x) && num_bytes(x) >= kLargeBytes) {
+    host::advise_huge_pages(data_ptr(x), num_bytes(x));
   }
   return out;
 }

@@ -1,5 +1,5 @@
-// Tensors as the extension sees them in a call: borrowed, read without making Python objects; and
-// memory for results and large temporaries on the CPU.
+// Borrowed views of torch tensors, read without creating Python objects, and CPU memory for results
+// and large temporaries.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -16,27 +16,28 @@ using Tensor = dlpack::Tensor;
 
 bool is_tensor(PyObject* value);
 
-// Takes torch's exchange interface from `torch.Tensor`; false where it has none that fits.
+// Loads the DLPack exchange interface of `torch.Tensor`. Returns false if this torch lacks a
+// compatible version.
 bool open_exchange(const pybind11::handle& tensor_class);
 
-// What a torch tensor is. False, without a Python error, for one that has no such description, such
-// as one of a dtype that DLPack does not know. Torch describes negative views and tensors of zeros
-// without memory as if they were plain, so the tensors must be those that torch's dispatcher gives
-// to a kernel.
+// Reads a torch tensor into `out`. Returns false, without a Python error, if DLPack cannot describe
+// it, for example because of its dtype. Torch describes negative views and zero tensors without
+// memory (ZeroTensor) as plain tensors. So pass only tensors that a kernel got from the torch
+// dispatcher.
 bool read(PyObject* object, Tensor* out);
-// The same; throws std::invalid_argument.
+// Reads a torch tensor. Throws std::invalid_argument if `read` fails.
 Tensor tensor(const pybind11::handle& object);
 
-std::size_t count_of(const Tensor& x);
-std::size_t bytes_of(const Tensor& x);
+std::size_t num_elements(const Tensor& x);
+std::size_t num_bytes(const Tensor& x);
 bool is_contiguous(const Tensor& x);
 
-inline std::byte* data_of(const Tensor& x) {
+inline std::byte* data_ptr(const Tensor& x) {
   return static_cast<std::byte*>(x.data) + x.byte_offset;
 }
 
-// What DLPack calls a dtype; throws std::invalid_argument for one that the ops do not take.
-host::DType dtype_of(const Tensor& x);
+// Converts the DLPack dtype of a tensor. Throws std::invalid_argument if the ops do not support it.
+host::DType get_dtype(const Tensor& x);
 
 // `torch.empty(shape, dtype=dtype, device="cpu")`. A large tensor gets huge pages: one page fault
 // per 2 MiB instead of one per 4 KiB.

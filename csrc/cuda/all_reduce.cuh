@@ -1,14 +1,14 @@
-// All-reduces on symmetric memory.
+// All-reduces over symmetric memory.
 //
 // Problem: out = round(sum_r(x_r) + bias + residual) on every rank.
 //
-// Algorithm: the elements are split into a segment per rank, and each segment into one part per
-// block. A segment is pushed to its owner and summed there, in rank order; the owner pushes the
-// result to all.
+// Algorithm: two-shot. The elements are divided into one segment per rank, and each segment into
+// one slice per block. Every rank pushes its partial of a segment to the owner. The owner sums the
+// partials in rank order and pushes the result to all ranks.
 //
-// Sync: the word TILES + b says that block b of the source has written its parts into this rank's
-// buffer, TILES + blocks + b that its result is there. A block waits only for blocks of the same
-// number.
+// Sync: signal TILES + b means that block b of the source has written its slices into the local
+// buffer. Signal TILES + blocks + b means that its result has been written. A block waits only for
+// blocks with its number.
 #pragma once
 
 #include "cuda/reduce.cuh"
@@ -16,79 +16,81 @@
 
 namespace tpkernels::cuda {
 
-// The segment of `owner`.
-TPK_DEVICE Range segment_of(const AllReduce& call, int owner) {
-  const u64 first = least(owner * call.segment, call.count);
-  return {first, least(first + call.segment, call.count)};
+// Returns the segment of `owner`.
+TPK_DEVICE Range segment_range(const AllReduce& call, int owner) {
+  const u64 first = minimum(owner * call.segment, call.count);
+  return {first, minimum(first + call.segment, call.count)};
 }
 
-// This block's part of the segment of `owner`.
-TPK_DEVICE Range part_of(const AllReduce& call, int owner) {
-  return part_in(segment_of(call, owner), call.segment);
+// Returns the slice of this block in the segment of `owner`.
+TPK_DEVICE Range block_slice(const AllReduce& call, int owner) {
+  return block_slice_in(segment_range(call, owner), call.segment);
 }
 
-// Copies `part` of x to address `to`.
-TPK_DEVICE void push_part(const AllReduce& call, u64 to, Range part) {
-  const u64 size = size_of(call.wire);
-  copy_block(to, address_of(call.x) + part.first * size, (part.last - part.first) * size);
+// Copies a slice of x to address `dst`.
+TPK_DEVICE void push_slice(const AllReduce& call, u64 dst, Range slice) {
+  const u64 size = dtype_size(call.wire);
+  copy_block(dst, to_address(call.x) + slice.first * size, (slice.last - slice.first) * size);
 }
 
-// Address of the slot for the partials from `source` in the buffer of `rank`.
-TPK_DEVICE u64 slot_of(const Peers& peers, const AllReduce& call, int rank, int source) {
-  return buffer_of(peers, rank) + source * call.slot_bytes;
+// Returns the address of the slot for `source` in the buffer of `rank`.
+TPK_DEVICE u64 slot_address(const Peers& peers, const AllReduce& call, int rank, int source) {
+  return buffer_address(peers, rank) + source * call.slot_bytes;
 }
 
-// Sums `part`, this block's part of `segment`, from the slots and from x.
+// Sums the slice of this block in `segment` over the slots and x.
 template <int D>
-TPK_DEVICE void sum_part(const Peers& peers, const AllReduce& call, Range segment, Range part) {
-  const u64 in = size_of(D), out = size_of(call.epilogue.out_dtype);
+TPK_DEVICE void sum_slice(const Peers& peers, const AllReduce& call, Range segment, Range slice) {
+  const u64 in = dtype_size(D), out = dtype_size(call.epilogue.out_dtype);
   const auto partials = [&](int r) {
-    return r == peers.space.rank ? address_of(call.x) + segment.first * in
-                                 : slot_of(peers, call, peers.space.rank, r);
+    return r == peers.space.rank ? to_address(call.x) + segment.first * in
+                                 : slot_address(peers, call, peers.space.rank, r);
   };
   Epilogue epilogue = call.epilogue;
   if (epilogue.residual != nullptr) {
-    const u64 size = size_of(epilogue.residual_dtype);
+    const u64 size = dtype_size(epilogue.residual_dtype);
     epilogue.residual = static_cast<const char*>(epilogue.residual) + segment.first * size;
   }
-  sum_range<D>(partials, peers.space.world, address_of(call.out) + segment.first * out,
-               segment.first, part.first - segment.first, part.last - segment.first, epilogue,
+  sum_range<D>(partials, peers.space.world, to_address(call.out) + segment.first * out,
+               segment.first, slice.first - segment.first, slice.last - segment.first, epilogue,
                thread(), threads());
 }
 
-// Address, in the buffer of `rank`, of the result that starts at element `first`.
-TPK_DEVICE u64 result_of(const Peers& peers, const AllReduce& call, int rank, u64 first) {
-  return buffer_of(peers, rank) + call.results_at + first * size_of(call.epilogue.out_dtype);
+// Returns the address of result element `first` in the buffer of `rank`.
+TPK_DEVICE u64 result_address(const Peers& peers, const AllReduce& call, int rank, u64 first) {
+  return buffer_address(peers, rank) + call.results_offset +
+         first * dtype_size(call.epilogue.out_dtype);
 }
 
 template <int D>
-TPK_DEVICE void two_shot(const Peers& peers, const AllReduce& call) {
+TPK_DEVICE void two_shot_reduce(const Peers& peers, const AllReduce& call) {
   const int rank = peers.space.rank, world = peers.space.world;
-  const int word = kTiles + block(), result = word + blocks();
-  const u64 size = size_of(call.epilogue.out_dtype);
-  const Range own = part_of(call, rank);
+  const int partials_signal = kTiles + block(), results_signal = partials_signal + blocks();
+  const u64 size = dtype_size(call.epilogue.out_dtype);
+  const Range local_slice = block_slice(call, rank);
   for (int i = 1; i < world; ++i) {
-    const int to = (rank + i) % world;
-    const Range part = part_of(call, to);
-    const u64 offset = (part.first - segment_of(call, to).first) * size_of(D);
-    push_part(call, slot_of(peers, call, to, rank) + offset, part);
+    const int peer = (rank + i) % world;
+    const Range slice = block_slice(call, peer);
+    const u64 offset = (slice.first - segment_range(call, peer).first) * dtype_size(D);
+    push_slice(call, slot_address(peers, call, peer, rank) + offset, slice);
   }
-  publish_to_all(peers, word);
-  wait_for_all(peers, word);
-  sum_part<D>(peers, call, segment_of(call, rank), own);
+  publish_to_all(peers, partials_signal);
+  wait_for_all(peers, partials_signal);
+  sum_slice<D>(peers, call, segment_range(call, rank), local_slice);
   sync_block();
-  const u64 from = address_of(call.out) + own.first * size, bytes = (own.last - own.first) * size;
+  const u64 src = to_address(call.out) + local_slice.first * size,
+            bytes = (local_slice.last - local_slice.first) * size;
   for (int i = 1; i < world; ++i) {
-    const int to = (rank + i) % world;
-    copy_block(result_of(peers, call, to, own.first), from, bytes);
+    const int peer = (rank + i) % world;
+    copy_block(result_address(peers, call, peer, local_slice.first), src, bytes);
   }
-  publish_to_all(peers, result);
+  publish_to_all(peers, results_signal);
   for (int i = 1; i < world; ++i) {
     const int owner = (rank + i) % world;
-    wait_for(peers, owner, result);
-    const Range part = part_of(call, owner);
-    copy_block(address_of(call.out) + part.first * size, result_of(peers, call, rank, part.first),
-               (part.last - part.first) * size);
+    wait_for(peers, owner, results_signal);
+    const Range slice = block_slice(call, owner);
+    copy_block(to_address(call.out) + slice.first * size,
+               result_address(peers, call, rank, slice.first), (slice.last - slice.first) * size);
   }
 }
 

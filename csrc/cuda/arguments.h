@@ -1,5 +1,5 @@
-// Arguments that the host passes to the kernels by value. No includes, because NVRTC compiles this
-// file too.
+// Arguments that the host passes to kernels by value. No includes, because NVRTC also compiles this
+// file.
 #pragma once
 
 namespace tpkernels::cuda {
@@ -7,30 +7,30 @@ namespace tpkernels::cuda {
 using u64 = unsigned long long;
 using i64 = long long;
 
-// The codes of host/vector.h.
+// Dtype codes of host/vector.h.
 constexpr int kF32 = 0, kF16 = 1, kBF16 = 2;
 
-// A group's workspace: DeviceWorkspace of tpkernels/symm/device.py.
+// The workspace of a group: DeviceWorkspace in tpkernels/symm/device.py.
 struct Space {
-  const u64* regions;  // the ranks' regions: a table of addresses
+  const u64* regions;  // address of the region of each rank
   u64* state;
   u64* control;
   int rank;
   int world;
   unsigned signature;
-  int words;  // per source
+  int signals;  // per source rank
   u64 timeout_ns;
-  u64 buffers_at;     // byte offset within a region
-  u64 buffer_stride;  // bytes between the two buffers
+  u64 buffers_offset;  // byte offset within a region
+  u64 buffer_stride;   // bytes between the two buffers
   u64 seed;
-  u64 chaos;  // 2 * the longest delay in ns (0: none), + 1 if waits return at once
+  u64 chaos;  // 2 * max delay in ns, + 1 if waits return immediately
 };
 
-// After the sum: + bias[(begin + i) % cols] + residual[i], then one rounding.
+// Epilogue of a sum: add bias[(begin + i) % cols] and residual[i], then round once.
 struct Epilogue {
-  const void* bias;  // null: none
+  const void* bias;  // nullable
   u64 cols;
-  const void* residual;  // null: none
+  const void* residual;  // nullable
   int bias_dtype;
   int residual_dtype;
   int out_dtype;
@@ -42,14 +42,14 @@ struct AllReduce {
   u64 count;
   int wire;  // dtype of x
   Epilogue epilogue;
-  u64 segment;     // elements that a rank reduces; `count` in one hop
-  u64 slot_bytes;  // buffer space for the partials from one rank
-  u64 results_at;  // byte offset within a buffer
+  u64 segment;         // elements reduced per rank; `count` for one-shot
+  u64 slot_bytes;      // buffer space for the partials from one rank
+  u64 results_offset;  // byte offset within a buffer
 };
 
-// The normalisation of rows: y = round(x / sqrt(mean(x^2) + eps) * weight).
+// RMSNorm of rows: y = round(x / sqrt(mean(x^2) + eps) * weight).
 struct RmsNorm {
-  void* normed;  // of the rows' dtype
+  void* normed;  // same dtype as the rows
   const void* weight;
   u64 cols;  // a multiple of kVector
   int weight_dtype;
@@ -58,39 +58,41 @@ struct RmsNorm {
 
 struct Rows {
   const void* x;
-  u64 count;  // of elements
+  u64 count;  // elements
   int dtype;
 };
 
-// The shards of a tensor with rows of `row` elements: rank r holds, or receives, rows [starts[r],
-// starts[r+1]).
+// Shards of a tensor with `row` elements per row. Rank r holds or receives rows
+// [starts[r], starts[r+1]).
 struct Shards {
-  const void* x;      // all-gather: this rank's rows; reduce-scatter: its partial of all rows
-  void* out;          // all-gather: all rows; reduce-scatter: this rank's
+  const void* x;      // all-gather: local rows; reduce-scatter: partial of all rows
+  void* out;          // all-gather: all rows; reduce-scatter: local rows
   const int* starts;  // world + 1 entries
   u64 row;
   int wire;           // dtype of x
   u64 slot_bytes;     // buffer space for the data from one rank
-  Epilogue epilogue;  // of the sum
+  Epilogue epilogue;  // reduce-scatter only
 };
 
-// Rows of `row` elements between tokens and their experts: rank r has the tokens [tokens[r],
-// tokens[r+1]) and, by place, the experts' rows [rows[r], rows[r+1]). A route is token * k + slot.
+// MoE dispatch and combine of rows with `row` elements. Rank r owns tokens
+// [token_offsets[r], token_offsets[r+1]). Its experts own the positions
+// [rank_offsets[r], rank_offsets[r+1]) of the expert-sorted order. An assignment is
+// token * k + slot.
 struct Routed {
-  const void* x;         // dispatch: this rank's tokens; combine: its experts' rows
-  void* out;             // dispatch: its experts' rows; combine: its tokens
-  const i64* order;      // the route of each place
-  const i64* places;     // combine: the place of each route
-  const float* weights;  // combine: of the routes of this rank's tokens
-  const i64* rows;       // world + 1 entries
-  const int* tokens;     // world + 1 entries
+  const void* x;                   // dispatch: local tokens; combine: rows of the local experts
+  void* out;                       // dispatch: rows of the local experts; combine: local tokens
+  const i64* permutation;          // assignment at each position
+  const i64* inverse_permutation;  // combine: position of each assignment
+  const float* weights;            // combine: [local tokens, k]
+  const i64* rank_offsets;         // world + 1 entries
+  const int* token_offsets;        // world + 1 entries
   int k;
-  u64 most;  // rows of its experts that a rank has room for
+  u64 max_rows;  // capacity in rows of the experts of a rank
   u64 row;
   int dtype;
 };
 
-constexpr int kMaxWorld = 72;  // the most GPUs in one NVLink domain
+constexpr int kMaxWorld = 72;  // max GPUs in an NVLink domain
 
 struct SumPartials {
   const void* partials[kMaxWorld];
@@ -102,38 +104,38 @@ struct SumPartials {
   Epilogue epilogue;
 };
 
-// A word to publish or to wait for.
+// A signal to publish or to wait for.
 struct Signal {
-  int rank;  // the receiver, or the source to wait for; -1: all peers receive it
+  int rank;  // destination or awaited source; -1: publish to all peers
   int index;
 };
 
-// The flags of a rank follow the words of its state. A call clears those that it uses when it
-// begins; each is raised once.
+// The flags of a rank follow the fixed entries of its state. A call clears its flags when it begins
+// and sets each flag once.
 constexpr int kStateFlags = 16;
-constexpr u64 kRaised = 1;
+constexpr u64 kFlagSet = 1;
 
-// The output of a call, which `poison` fills with NaN if the call has failed.
+// The output of a call. `poison` fills it with NaN if the call has failed.
 struct Output {
   void* out;
   u64 bytes;
-  void* more = nullptr;  // another of the same size
+  void* second = nullptr;  // optional second output of the same size
 };
 
-constexpr int kMostResults = 64;
+constexpr int kMaxResults = 64;
 
-// The same of a call of several launches.
+// The outputs of a call of several launches.
 struct Results {
-  Output outputs[kMostResults];
+  Output outputs[kMaxResults];
   int count;
 };
 
-// A round of a litmus test (cuda/litmus.cuh): this many bytes to each peer, a multiple of 16.
+// One round of a litmus test (cuda/litmus.cuh).
 struct Litmus {
-  u64* found;   // how many packs were checked, how many were wrong, and records of the first
-  int records;  // most of those
+  u64* report;  // packs checked, packs wrong, then records of the first wrong packs
+  int records;  // max records
   unsigned round;
-  u64 bytes;
+  u64 bytes;  // per peer; a multiple of 16
 };
 
 constexpr int kReduceThreads = 512;

@@ -1,4 +1,4 @@
-// _C.cuda: the kernels, and queries of the driver. Memory and streams are passed as integers.
+// _C.cuda: the kernels, and queries of the driver. Addresses and streams are passed as integers.
 // tpkernels/cuda checks the arguments.
 #include "bindings.h"
 
@@ -48,68 +48,69 @@ SumPartials make_sum(Address out, const std::vector<Address>& partials, int wire
   return call;
 }
 
-// Of (address, bytes) pairs.
+// Creates Results from (address, bytes) pairs.
 Results make_results(const std::vector<std::pair<Address, u64>>& outputs) {
   Results results{};
   if (outputs.size() > std::size(results.outputs)) {
     throw py::value_error("the call has " + std::to_string(outputs.size()) + " results; at most " +
-                          std::to_string(kMostResults) + " are supported");
+                          std::to_string(kMaxResults) + " are supported");
   }
   for (const auto& [out, bytes] : outputs) results.outputs[results.count++] = {pointer(out), bytes};
   return results;
 }
 
-// What Python gives for a member: an address for a pointer.
+// The type that Python passes for a struct member. Pointers are passed as addresses.
 template <class T>
-using Given = std::conditional_t<std::is_pointer_v<T>, Address, T>;
+using PythonType = std::conditional_t<std::is_pointer_v<T>, Address, T>;
 template <class T>
-T member(const Given<T>& given) {
+T from_python(const PythonType<T>& value) {
   if constexpr (std::is_pointer_v<T>)
-    return reinterpret_cast<T>(given);
+    return reinterpret_cast<T>(value);
   else
-    return given;
+    return value;
 }
 
-// A struct of cuda/arguments.h, made of these members.
+// Binds a struct of cuda/arguments.h, with a constructor from these members.
 template <class Struct, class... Members>
 void bind_struct(py::module_& m, const char* name, Members Struct::*... members) {
-  py::class_<Struct>(m, name).def(py::init([members...](const Given<Members>&... given) {
-    Struct made{};
-    ((made.*members = member<Members>(given)), ...);
-    return made;
+  py::class_<Struct>(m, name).def(py::init([members...](const PythonType<Members>&... args) {
+    Struct result{};
+    ((result.*members = from_python<Members>(args)), ...);
+    return result;
   }));
 }
 
-// The arguments of kernels.
+// Binds the argument structs of the kernels.
 void bind_arguments(py::module_& m) {
   bind_struct(m, "Space", &Space::regions, &Space::state, &Space::control, &Space::rank,
-              &Space::world, &Space::signature, &Space::timeout_ns, &Space::words,
-              &Space::buffers_at, &Space::buffer_stride, &Space::seed, &Space::chaos);
+              &Space::world, &Space::signature, &Space::timeout_ns, &Space::signals,
+              &Space::buffers_offset, &Space::buffer_stride, &Space::seed, &Space::chaos);
   bind_struct(m, "Epilogue", &Epilogue::out_dtype, &Epilogue::bias, &Epilogue::cols,
               &Epilogue::bias_dtype, &Epilogue::residual, &Epilogue::residual_dtype);
   bind_struct(m, "AllReduce", &AllReduce::x, &AllReduce::out, &AllReduce::count, &AllReduce::wire,
               &AllReduce::epilogue, &AllReduce::segment, &AllReduce::slot_bytes,
-              &AllReduce::results_at);
+              &AllReduce::results_offset);
   bind_struct(m, "RmsNorm", &RmsNorm::normed, &RmsNorm::weight, &RmsNorm::cols,
               &RmsNorm::weight_dtype, &RmsNorm::eps);
   bind_struct(m, "Rows", &Rows::x, &Rows::count, &Rows::dtype);
   bind_struct(m, "Shards", &Shards::x, &Shards::out, &Shards::starts, &Shards::row, &Shards::wire,
               &Shards::slot_bytes, &Shards::epilogue);
-  bind_struct(m, "Routed", &Routed::x, &Routed::out, &Routed::order, &Routed::places,
-              &Routed::weights, &Routed::rows, &Routed::tokens, &Routed::k, &Routed::most,
-              &Routed::row, &Routed::dtype);
-  bind_struct(m, "Litmus", &Litmus::found, &Litmus::records, &Litmus::round, &Litmus::bytes);
+  bind_struct(m, "Routed", &Routed::x, &Routed::out, &Routed::permutation,
+              &Routed::inverse_permutation, &Routed::weights, &Routed::rank_offsets,
+              &Routed::token_offsets, &Routed::k, &Routed::max_rows, &Routed::row, &Routed::dtype);
+  bind_struct(m, "Litmus", &Litmus::report, &Litmus::records, &Litmus::round, &Litmus::bytes);
   bind_struct(m, "Signal", &Signal::rank, &Signal::index);
   py::class_<SumPartials>(m, "SumPartials").def(py::init(&make_sum));
   py::class_<Results>(m, "Results").def(py::init(&make_results));
 }
 
-// Queues a kernel of the table with its arguments, given by place.
+// Queues a kernel of the table with positional arguments.
 template <class... Arguments>
-void launch(Kernels& kernels, const char* name, Stream stream, Shape shape, const py::args& given) {
-  const auto arguments = given.cast<std::tuple<Arguments...>>();
+void launch(Kernels& kernels, const char* name, Stream stream, Shape shape, const py::args& args) {
+  const auto arguments = args.cast<std::tuple<Arguments...>>();
   const GilReleased released;
-  std::apply([&](const auto&... each) { kernels.launch(name, stream, shape, each...); }, arguments);
+  std::apply([&](const auto&... argument) { kernels.launch(name, stream, shape, argument...); },
+             arguments);
 }
 
 struct Entry {
@@ -120,12 +121,13 @@ struct Entry {
 constexpr Entry kEntries[] = {TPK_KERNELS(TPK_ENTRY)};
 #undef TPK_ENTRY
 
-void launch_by_name(Kernels& kernels, const std::string& name, Stream stream, const py::args& given,
+void launch_by_name(Kernels& kernels, const std::string& name, Stream stream, const py::args& args,
                     int blocks, int cluster, bool early) {
-  const auto* const entry = std::find_if(std::begin(kEntries), std::end(kEntries),
-                                         [&](const Entry& each) { return name == each.name; });
+  const auto* const entry =
+      std::find_if(std::begin(kEntries), std::end(kEntries),
+                   [&](const Entry& candidate) { return name == candidate.name; });
   if (entry == std::end(kEntries)) throw py::value_error("unknown kernel '" + name + "'");
-  entry->launch(kernels, entry->name, stream, {blocks, cluster, early}, given);
+  entry->launch(kernels, entry->name, stream, {blocks, cluster, early}, args);
 }
 
 }  // namespace
@@ -141,11 +143,11 @@ void tpkernels::bind_cuda(pybind11::module_& m) {
            py::arg("cluster") = 1, py::arg("early") = false)
       .def("copy", &Kernels::copy, py::arg("stream"), py::arg("dst"), py::arg("src"),
            py::arg("nbytes"), ReleaseGil())
-      .def("raise_flag", &Kernels::raise_flag, py::arg("stream"), py::arg("space"),
-           py::arg("index"), py::arg("captured"), ReleaseGil())
+      .def("set_flag", &Kernels::set_flag, py::arg("stream"), py::arg("space"), py::arg("index"),
+           py::arg("captured"), ReleaseGil())
       .def("streams_write", &Kernels::streams_write);
   m.attr("MAX_WORLD") = kMaxWorld;
-  m.attr("MOST_RESULTS") = kMostResults;
+  m.attr("MAX_RESULTS") = kMaxResults;
   m.def("architectures", [] { return std::string(embedded_image().architectures); });
   m.def("image", [] {
     const Image& image = embedded_image();

@@ -1,6 +1,6 @@
-// Everything that needs a GPU, as named functions: memory orderings, the clock, vector accesses,
-// conversions. tests/native/emulated/cuda/device.cuh has the same functions for a CPU, so the code
-// built on them also runs without a GPU.
+// Device-specific operations as named functions: memory orderings, the clock, vector accesses,
+// conversions. tests/native/emulated/cuda/device.cuh implements the same functions for a CPU, so
+// the kernels also run without a GPU.
 #pragma once
 
 #include "cuda/arguments.h"
@@ -18,17 +18,17 @@ TPK_DEVICE int blocks() { return gridDim.x; }
 
 TPK_DEVICE void sync_block() { __syncthreads(); }
 
-// The same. Returns whether any thread of the block passed true.
+// Barrier of the block. Returns whether any thread passed true.
 TPK_DEVICE bool sync_block_or(bool value) { return __syncthreads_or(value) != 0; }
 
-// Shared memory of a block, for the kernels that normalise rows.
+// Shared memory of a block for the RMSNorm kernels.
 constexpr int kScratchFloats = 1120;
 TPK_DEVICE float* scratch() {
   __shared__ alignas(16) float memory[kScratchFloats];
   return memory;
 }
 
-// A cluster's blocks run at the same time, and have consecutive numbers.
+// The blocks of a cluster run concurrently and have consecutive numbers.
 #if __CUDA_ARCH__ >= 900
 TPK_DEVICE int cluster_blocks() {
   unsigned count;
@@ -42,27 +42,28 @@ TPK_DEVICE int block_in_cluster() {
   return rank;
 }
 
-// A barrier of all threads of the cluster, which covers what they stored in each other's blocks.
+// Barrier of all threads of the cluster. It also orders their stores into the scratch of peer
+// blocks.
 TPK_DEVICE void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// Stores to the scratch of another block of the cluster, where this block has `to`.
-TPK_DEVICE void store_in_block(float* to, int block, float value) {
-  const auto here = static_cast<unsigned>(__cvta_generic_to_shared(to));
-  unsigned there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(block));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
+// Stores into the scratch of a block of the cluster, at the offset of the local address `dst`.
+TPK_DEVICE void store_in_block(float* dst, int block, float value) {
+  const auto local = static_cast<unsigned>(__cvta_generic_to_shared(dst));
+  unsigned remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(block));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
 }
 #else
 TPK_DEVICE int cluster_blocks() { return 1; }
 TPK_DEVICE int block_in_cluster() { return 0; }
 TPK_DEVICE void sync_cluster() { sync_block(); }
-TPK_DEVICE void store_in_block(float* to, int, float value) { *to = value; }
+TPK_DEVICE void store_in_block(float* dst, int, float value) { *dst = value; }
 #endif
 
-// Returns when the kernels queued before this one have ended and their results are visible. Unless
-// a kernel was launched early (Shape in cuda/kernels.h), that was so when it started.
+// Waits until all preceding kernels of the stream have ended and their results are visible. Only
+// an early launch (Shape in cuda/kernels.h) starts before that.
 TPK_DEVICE void await_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -77,92 +78,92 @@ TPK_DEVICE u64 clock_ns() {
 
 TPK_DEVICE void pause() { __nanosleep(20); }
 
-#define TPK_LOAD(name, order)                                                               \
-  TPK_DEVICE u64 name(const u64* from) {                                                    \
-    u64 value;                                                                              \
-    asm volatile("ld." order ".global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory"); \
-    return value;                                                                           \
+#define TPK_LOAD(name, order)                                                              \
+  TPK_DEVICE u64 name(const u64* src) {                                                    \
+    u64 value;                                                                             \
+    asm volatile("ld." order ".global.u64 %0, [%1];" : "=l"(value) : "l"(src) : "memory"); \
+    return value;                                                                          \
   }
 TPK_LOAD(load_acquire_sys, "acquire.sys")
 TPK_LOAD(load_relaxed_sys, "relaxed.sys")
 TPK_LOAD(load_relaxed_gpu, "relaxed.gpu")
 #undef TPK_LOAD
 
-TPK_DEVICE void store_relaxed_sys(u64* to, u64 value) {
-  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+TPK_DEVICE void store_relaxed_sys(u64* dst, u64 value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(dst), "l"(value) : "memory");
 }
 
-TPK_DEVICE void store_release_sys(u64* to, u64 value) {
-  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+TPK_DEVICE void store_release_sys(u64* dst, u64 value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(dst), "l"(value) : "memory");
 }
 
-TPK_DEVICE u64 add_acq_rel_gpu(u64* to, u64 value) {
-  u64 before;
+TPK_DEVICE u64 add_acq_rel_gpu(u64* dst, u64 value) {
+  u64 previous;
   asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
-               : "=l"(before)
-               : "l"(to), "l"(value)
+               : "=l"(previous)
+               : "l"(dst), "l"(value)
                : "memory");
-  return before;
+  return previous;
 }
 
-TPK_DEVICE u64 max_relaxed_gpu(u64* to, u64 value) {
-  u64 before;
+TPK_DEVICE u64 max_relaxed_gpu(u64* dst, u64 value) {
+  u64 previous;
   asm volatile("atom.relaxed.gpu.global.max.u64 %0, [%1], %2;"
-               : "=l"(before)
-               : "l"(to), "l"(value)
+               : "=l"(previous)
+               : "l"(dst), "l"(value)
                : "memory");
-  return before;
+  return previous;
 }
 
-TPK_DEVICE u64 cas_acq_rel_gpu(u64* to, u64 expected, u64 value) {
-  u64 before;
+TPK_DEVICE u64 cas_acq_rel_gpu(u64* dst, u64 expected, u64 value) {
+  u64 previous;
   asm volatile("atom.acq_rel.gpu.global.cas.b64 %0, [%1], %2, %3;"
-               : "=l"(before)
-               : "l"(to), "l"(expected), "l"(value)
+               : "=l"(previous)
+               : "l"(dst), "l"(expected), "l"(value)
                : "memory");
-  return before;
+  return previous;
 }
 
 struct alignas(16) Pack {
   unsigned word[4];
 };
 
-// Never through the read-only cache: peers write this memory while the kernel runs.
-TPK_DEVICE Pack load_pack(const void* from) {
+// The read-only cache must not be used, because peers write this memory while the kernel runs.
+TPK_DEVICE Pack load_pack(const void* src) {
   Pack pack;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(pack.word[0]), "=r"(pack.word[1]), "=r"(pack.word[2]), "=r"(pack.word[3])
-               : "l"(from)
+               : "l"(src)
                : "memory");
   return pack;
 }
 
-TPK_DEVICE void store_pack(void* to, Pack pack) {
-  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(pack.word[0]),
+TPK_DEVICE void store_pack(void* dst, Pack pack) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(dst), "r"(pack.word[0]),
                "r"(pack.word[1]), "r"(pack.word[2]), "r"(pack.word[3])
                : "memory");
 }
 
-// Brings a line near, for a load that comes much later.
-TPK_DEVICE void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+// Prefetches a cache line into L2.
+TPK_DEVICE void prefetch(const void* src) { asm volatile("prefetch.global.L2 [%0];" ::"l"(src)); }
 
-// Two words that are stored at a time. Each is whole or not there yet; which comes first is open:
-// to PTX, an access to a vector is one access to each element, in no order.
+// Two 8-byte elements, stored with one instruction. Each element is written atomically, but their
+// order is unspecified: PTX treats a vector access as unordered accesses to its elements.
 struct alignas(16) Line {
   u64 word[2];
 };
 
-TPK_DEVICE Line load_line_sys(const Line* from) {
+TPK_DEVICE Line load_line_sys(const Line* src) {
   Line line;
   asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
                : "=l"(line.word[0]), "=l"(line.word[1])
-               : "l"(from)
+               : "l"(src)
                : "memory");
   return line;
 }
 
-TPK_DEVICE void store_line_sys(Line* to, Line line) {
-  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(line.word[0]),
+TPK_DEVICE void store_line_sys(Line* dst, Line line) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(dst), "l"(line.word[0]),
                "l"(line.word[1])
                : "memory");
 }
@@ -170,7 +171,7 @@ TPK_DEVICE void store_line_sys(Line* to, Line line) {
 TPK_DEVICE float float_of(unsigned bits) { return __uint_as_float(bits); }
 TPK_DEVICE unsigned bits_of(float value) { return __float_as_uint(value); }
 
-// Never becomes a part of a `multiply_add`.
+// The compiler never contracts this multiplication into a fused multiply-add.
 TPK_DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
 TPK_DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 TPK_DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
@@ -195,19 +196,20 @@ TPK_DEVICE unsigned short round_bf16(float value) {
 }
 
 #if __CUDA_ARCH__ >= 900
-// A bulk copy (TMA) of scratch, a multiple of 16 bytes, to memory of any rank. For one thread,
-// after a barrier behind every thread's `fence_scratch`.
+// TMA bulk copy of scratch to memory of any rank; `bytes` is a multiple of 16. For one thread,
+// after every thread has called `fence_scratch` and passed a barrier.
 TPK_DEVICE void fence_scratch() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-TPK_DEVICE void store_scratch(u64 to, const float* from, unsigned bytes) {
-  const auto here = static_cast<unsigned>(__cvta_generic_to_shared(from));
+TPK_DEVICE void store_scratch(u64 dst, const float* src, unsigned bytes) {
+  const auto local = static_cast<unsigned>(__cvta_generic_to_shared(src));
   asm volatile(
       "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n\t"
-      "cp.async.bulk.commit_group;" ::"l"(to),
-      "r"(here), "r"(bytes)
+      "cp.async.bulk.commit_group;" ::"l"(dst),
+      "r"(local), "r"(bytes)
       : "memory");
 }
 
-// Returns when the thread's bulk copies are complete: `await_bulk_stores` of kernels/words.py.
+// Waits until the bulk copies of this thread are complete; see `await_bulk_stores` in
+// kernels/signals.py.
 TPK_DEVICE void await_scratch_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 #define TPK_SM_90 1

@@ -6,17 +6,17 @@ namespace tpkernels::cuda {
 namespace {
 
 constexpr const char* kLibrary = "libcuda.so.1";
-// CUdevice_attribute
+// CUdevice_attribute: compute capability, major and minor.
 constexpr int kMajor = 75, kMinor = 76;
 
 template <class Function>
-void find(void* library, const char* name, Function& function) {
-  void* found = dlsym(library, name);
-  if (found == nullptr) {
+void load_symbol(void* library, const char* name, Function& function) {
+  void* symbol = dlsym(library, name);
+  if (symbol == nullptr) {
     throw Unsupported(std::string(kLibrary) + " does not provide " + name +
                       ": the NVIDIA driver is too old; install one for CUDA 12 or newer");
   }
-  function = reinterpret_cast<Function>(found);
+  function = reinterpret_cast<Function>(symbol);
 }
 
 Driver load() {
@@ -25,14 +25,14 @@ Driver load() {
     throw Unsupported(std::string("no NVIDIA driver on this machine: ") + dlerror());
   }
   Driver d;
-#define TPK_FIND(name, symbol, parameters) find(library, #symbol, d.name);
+#define TPK_FIND(name, symbol, parameters) load_symbol(library, #symbol, d.name);
   TPK_DRIVER(TPK_FIND)
 #undef TPK_FIND
   if (const int code = d.init(0); code != 0) {
-    const char* text = nullptr;
-    d.error_string(code, &text);
+    const char* message = nullptr;
+    d.error_string(code, &message);
     throw Unsupported(std::string("the NVIDIA driver found no usable GPU: cuInit: ") +
-                      (text != nullptr ? text : "error " + std::to_string(code)));
+                      (message != nullptr ? message : "error " + std::to_string(code)));
   }
   return d;
 }
@@ -41,12 +41,12 @@ Driver load() {
 
 void Driver::check(int code, const char* call) const {
   if (code == 0) return;
-  const char *name = nullptr, *text = nullptr;
+  const char *name = nullptr, *message = nullptr;
   error_name(code, &name);
-  error_string(code, &text);
+  error_string(code, &message);
   throw std::runtime_error(std::string(call) + ": " +
                            (name != nullptr ? name : "error " + std::to_string(code)) +
-                           (text != nullptr ? std::string(" (") + text + ")" : ""));
+                           (message != nullptr ? std::string(" (") + message + ")" : ""));
 }
 
 const Driver& driver() {

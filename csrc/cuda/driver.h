@@ -1,6 +1,6 @@
-// The few functions of the CUDA driver that are needed, loaded at run time. So the extension
-// imports on machines without a driver, and reports what is missing when a GPU is first used. There
-// is no CUDA header and no CUDA runtime: the declarations here are the driver's stable ABI.
+// The CUDA driver functions used by the extension, loaded at run time. The extension therefore
+// imports on machines without a driver and reports a missing driver when a GPU is first used. The
+// declarations are the stable driver ABI; no CUDA headers and no CUDA runtime are needed.
 #pragma once
 
 #include <cstddef>
@@ -36,13 +36,13 @@ struct LaunchConfig {
   unsigned attribute_count;
 };
 
-// Every function: its name here and in the driver, and its parameters.
+// Driver functions: member name, driver symbol, parameters.
 // clang-format off
 #define TPK_DRIVER(each)                                                                        \
   each(init, cuInit, (unsigned flags))                                                          \
   each(driver_version, cuDriverGetVersion, (int* version))                                      \
   each(error_name, cuGetErrorName, (int code, const char** name))                               \
-  each(error_string, cuGetErrorString, (int code, const char** text))                           \
+  each(error_string, cuGetErrorString, (int code, const char** message))                        \
   each(device_count, cuDeviceGetCount, (int* count))                                            \
   each(device, cuDeviceGet, (int* device, int ordinal))                                         \
   each(attribute, cuDeviceGetAttribute, (int* value, int attribute, int device))                \
@@ -57,7 +57,7 @@ struct LaunchConfig {
        (const LaunchConfig* config, Handle function, void** parameters, void** extra))          \
   each(copy_async, cuMemcpyAsync, (Address dst, Address src, std::size_t bytes, Handle stream)) \
   each(write_value, cuStreamWriteValue64_v2,                                                    \
-       (Handle stream, Address to, std::uint64_t value, unsigned flags))
+       (Handle stream, Address address, std::uint64_t value, unsigned flags))
 // clang-format on
 
 struct Driver {
@@ -65,25 +65,25 @@ struct Driver {
   TPK_DRIVER(TPK_DECLARE)
 #undef TPK_DECLARE
 
-  // Unless `code` is 0, throws std::runtime_error with the name of the call and the driver's text.
+  // Throws std::runtime_error with the call name and the driver message unless `code` is 0.
   void check(int code, const char* call) const;
 };
 
-// Loads and initialises the driver once. Throws Unsupported.
+// Loads and initialises the driver at the first call. Throws Unsupported.
 const Driver& driver();
 
 int driver_version();
 int device_count();
 
-// 10 * major + minor.
+// Returns 10 * major + minor.
 int compute_capability(int device);
 
 constexpr int kStreamWrites = 122;  // CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
 
-// An attribute of a device that `Driver::device` returned.
+// Returns an attribute of a device handle from `Driver::device`.
 int device_attribute(int handle, int attribute);
 
-// Makes a device's primary context, which torch uses too, current for the guard's lifetime.
+// Makes the primary context of a device (shared with torch) current for the lifetime of the guard.
 class ContextGuard {
  public:
   explicit ContextGuard(Handle context);

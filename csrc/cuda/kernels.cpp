@@ -5,12 +5,12 @@
 namespace tpkernels::cuda {
 namespace {
 
-// Kernels of bulk copies (TPK_SM_90 in cuda/kernels.cu).
-constexpr int kSince90 = 90;
-bool is_since_90(std::string_view name) { return name.find("bulk") != name.npos; }
+// Kernels with bulk copies need sm_90 (TPK_SM_90 in cuda/kernels.cu).
+constexpr int kBulkCapability = 90;
+bool needs_bulk_copies(std::string_view name) { return name.find("bulk") != name.npos; }
 
-// Early launches; captured into graphs since CUDA 12.3.
-constexpr int kEarlyCapability = 90, kEarlyDriver = 12030;
+// Requirements of early launches. Graphs can capture them since CUDA 12.3.
+constexpr int kEarlyLaunchCapability = 90, kEarlyLaunchDriver = 12030;
 
 constexpr int kNotSupported = 801;  // CUDA_ERROR_NOT_SUPPORTED
 
@@ -26,25 +26,25 @@ Kernels::Kernels(int device, const void* image) {
   d.check(d.retain_context(&context_, handle), "cuDevicePrimaryCtxRetain");
   const ContextGuard guard(context_);
   if (const int code = d.load_module(&module_, image); code != 0) {
-    const char* text = nullptr;
-    d.error_string(code, &text);
+    const char* message = nullptr;
+    d.error_string(code, &message);
     throw Unsupported("cannot load the CUDA kernels on GPU " + std::to_string(device) + " (sm_" +
                       std::to_string(capability) +
-                      "): " + (text != nullptr ? text : "no reason given"));
+                      "): " + (message != nullptr ? message : "no reason given"));
   }
   streams_write_ = device_attribute(handle, kStreamWrites) != 0;
-  launches_early_ = capability >= kEarlyCapability && driver_version() >= kEarlyDriver;
+  launches_early_ = capability >= kEarlyLaunchCapability && driver_version() >= kEarlyLaunchDriver;
 #define TPK_ENTRY(name, threads, ...) {#name, threads, nullptr},
   kernels_ = {TPK_KERNELS(TPK_ENTRY)};
 #undef TPK_ENTRY
   // Load all functions now: loading one at its first launch would invalidate a stream capture.
   for (Kernel& kernel : kernels_) {
-    if (is_since_90(kernel.name) && capability < kSince90) continue;
+    if (needs_bulk_copies(kernel.name) && capability < kBulkCapability) continue;
     d.check(d.function(&kernel.function, module_, kernel.name), kernel.name);
   }
 }
 
-// The primary context stays retained, because torch's tensors live in it.
+// The primary context stays retained, because torch tensors live in it.
 Kernels::~Kernels() {
   try {
     const ContextGuard guard(context_);
@@ -88,11 +88,11 @@ void Kernels::copy(Stream stream, Address dst, Address src, std::size_t bytes) c
   driver().check(driver().copy_async(dst, src, bytes, stream_handle(stream)), "cuMemcpyAsync");
 }
 
-void Kernels::raise_flag(Stream stream, const Space& space, int index, bool captured) {
+void Kernels::set_flag(Stream stream, const Space& space, int index, bool captured) {
   if (captured || !streams_write_) return launch("call_flag", stream, {}, space, index);
   const ContextGuard guard(context_);
-  const auto to = reinterpret_cast<Address>(space.state + kStateFlags + index);
-  const int code = driver().write_value(stream_handle(stream), to, kRaised, 0);
+  const auto address = reinterpret_cast<Address>(space.state + kStateFlags + index);
+  const int code = driver().write_value(stream_handle(stream), address, kFlagSet, 0);
   if (code != kNotSupported) return driver().check(code, "cuStreamWriteValue64");
   streams_write_ = false;
   launch("call_flag", stream, {}, space, index);

@@ -1,4 +1,4 @@
-// The kernels of kernels.cu on one device: loads them from an image, launches them on a stream.
+// Loads the kernels of kernels.cu on one device and launches them on a stream.
 #pragma once
 
 #include <atomic>
@@ -12,17 +12,17 @@
 
 namespace tpkernels::cuda {
 
-// What setup.py embeds in the extension: a fat binary if there was nvcc, and the sources, which
-// NVRTC compiles otherwise.
+// Data that setup.py embeds in the extension: a fat binary if nvcc was available, and the sources,
+// which NVRTC compiles otherwise.
 struct Image {
   const unsigned char* bytes;
   std::size_t size;                                          // 0: built without nvcc
   const char* architectures;                                 // "sm_80 sm_90 ..."
-  std::vector<std::pair<std::string, std::string>> sources;  // name, text; kernels.cu comes last
+  std::vector<std::pair<std::string, std::string>> sources;  // (name, content); kernels.cu is last
 };
 const Image& embedded_image();
 
-// Every kernel: its name, the threads of a block, its arguments.
+// Kernels: name, threads per block, argument types.
 // clang-format off
 #define TPK_KERNELS(each)                                                       \
   each(two_shot_all_reduce, kReduceThreads, Space, AllReduce)                   \
@@ -50,8 +50,8 @@ const Image& embedded_image();
   each(call_end, kEndThreads, Space, Results)
 // clang-format on
 
-// Of a launch. An early one may start while the kernel queued before it still runs, where the GPU
-// and the driver can do that; see cuda/sync.cuh for what it needs.
+// Shape of a launch. An early launch (programmatic dependent launch) may start while the preceding
+// kernel still runs, if the GPU and the driver support it. cuda/sync.cuh lists its requirements.
 struct Shape {
   int blocks = 1;
   int cluster = 1;  // divides `blocks`; 1 below compute capability 9.0
@@ -73,17 +73,17 @@ class Kernels {
     launch_with(name, stream, shape, parameters);
   }
 
-  // Copies with a copy engine; within one device the driver chooses how. The devices of both
-  // addresses must have access to each other.
+  // Queues a copy with a copy engine; for a copy within one device, the driver selects the method.
+  // The two devices must have peer access.
   void copy(Stream stream, Address dst, Address src, std::size_t bytes) const;
 
-  // Raises a flag behind the stream's earlier work (cuda/sync.cuh): the stream writes it where the
-  // device can, else a kernel does. In captures always a kernel: a driver that does not record such
-  // writes would spoil the capture.
-  void raise_flag(Stream stream, const Space& space, int index, bool captured);
+  // Sets a flag after the preceding work of the stream (cuda/sync.cuh): with a stream write if the
+  // device supports it, otherwise with a kernel. Captures always use a kernel, because a driver
+  // that cannot record stream writes would invalidate the capture.
+  void set_flag(Stream stream, const Space& space, int index, bool captured);
 
-  // Whether streams write flags outside captures. The attribute of the device says so; where a
-  // write is refused all the same, nobody tries again.
+  // Whether streams write flags outside captures. Initialized from the device attribute; false
+  // after the driver has rejected a write.
   bool streams_write() const { return streams_write_; }
 
  private:

@@ -1,121 +1,125 @@
-// Litmus tests of what the protocols rely on, for `tpkernels qualify`.
+// Litmus tests of the guarantees that the protocols rely on, for `tpkernels qualify`.
 //
-// Problem: an algorithm may give right results by luck. So a great many stores, each with a value
-// that nobody else stores, go between all pairs of ranks at once, and every value that has arrived
-// with its flag is compared.
+// Problem: an algorithm may give correct results by chance. A litmus test therefore sends many
+// stores between all pairs of ranks concurrently, each with a unique value. When a flag has
+// arrived, it checks all values that the flag covers.
 //
-// Algorithm: all ranks push `bytes` to every peer, in packs that are a function of the round, the
-// sender, the receiver and the place, by the very functions of the protocols:
-// messages   packs in the peer's buffer, then a word with release semantics (cuda/sync.cuh)
-// words      LL: each word of 8 bytes has 4 of data and a flag (cuda/ll.cuh)
-// bulk       messages that TMA stores, as `push_tile` in kernels/matmul_reduce_scatter.py has it do
+// Algorithm: all ranks push `bytes` to every peer. The packs are a function of the round, the
+// sender, the receiver and the index. The tests use the functions of the protocols:
+// messages   packs in the buffer of the peer, then a signal with release order (cuda/sync.cuh)
+// words      LL: each 8-byte store contains 4 bytes of data and a flag (cuda/ll.cuh)
+// bulk       messages stored by TMA, like `push_tile` in kernels/matmul_reduce_scatter.py
 //
-// Sync: that of the protocols. A launch is a round; it is a call like any other.
+// Sync: as in the protocols. A launch is one round, and a regular call.
 #pragma once
 
 #include "cuda/ll.cuh"
 
 namespace tpkernels::cuda {
 
-constexpr int kFoundChecked = 0, kFoundWrong = 1, kFoundRecords = 2;
-constexpr int kRecord = 4;  // sender, place, what was there, what was expected
+constexpr int kReportChecked = 0, kReportWrong = 1, kReportRecords = 2;
+constexpr int kRecordSize = 4;  // sender, index of the 4-byte value, value seen, value expected
 
-TPK_DEVICE unsigned mixed(unsigned value) {
+TPK_DEVICE unsigned hash(unsigned value) {
   value = (value ^ (value >> 16)) * 0x7FEB352Du;
   value = (value ^ (value >> 15)) * 0x846CA68Bu;
   return value ^ (value >> 16);
 }
 
-TPK_DEVICE Pack pattern_of(const Litmus& litmus, int source, int to, u64 at) {
-  const unsigned seed = mixed(litmus.round * 131u + source * 73u + to);
+TPK_DEVICE Pack make_pattern(const Litmus& litmus, int source, int dst, u64 index) {
+  const unsigned seed = hash(litmus.round * 131u + source * 73u + dst);
   Pack pack;
 #pragma unroll
-  for (unsigned i = 0; i < 4; ++i) pack.word[i] = mixed(seed + 4 * static_cast<unsigned>(at) + i);
+  for (unsigned i = 0; i < 4; ++i) pack.word[i] = hash(seed + 4 * static_cast<unsigned>(index) + i);
   return pack;
 }
 
-// Only a wrong pack is counted at once: an atomic between loads would order them.
-TPK_DEVICE void compare(const Litmus& litmus, int source, u64 at, const Pack& seen,
+// Compares a pack. Only wrong packs are counted with an atomic, because an atomic would order the
+// loads before and after it.
+TPK_DEVICE void compare(const Litmus& litmus, int source, u64 index, const Pack& seen,
                         const Pack& expected, u64& checked) {
-  unsigned got = 0, wanted = 0, first = 4;
+  unsigned seen_word = 0, expected_word = 0, wrong_word = 4;
 #pragma unroll
   for (int i = 3; i >= 0; --i) {
     if (seen.word[i] == expected.word[i]) continue;
-    got = seen.word[i];
-    wanted = expected.word[i];
-    first = i;
+    seen_word = seen.word[i];
+    expected_word = expected.word[i];
+    wrong_word = i;
   }
   ++checked;
-  if (first == 4) return;
-  const u64 number = add_acq_rel_gpu(litmus.found + kFoundWrong, 1);
-  if (number >= static_cast<u64>(litmus.records)) return;
-  u64* record = litmus.found + kFoundRecords + number * kRecord;
+  if (wrong_word == 4) return;
+  const u64 record_index = add_acq_rel_gpu(litmus.report + kReportWrong, 1);
+  if (record_index >= static_cast<u64>(litmus.records)) return;
+  u64* record = litmus.report + kReportRecords + record_index * kRecordSize;
   record[0] = static_cast<u64>(source);
-  record[1] = 4 * at + first;
-  record[2] = got;
-  record[3] = wanted;
+  record[1] = 4 * index + wrong_word;
+  record[2] = seen_word;
+  record[3] = expected_word;
 }
 
-TPK_DEVICE void compare(const Peers& peers, const Litmus& litmus, int source, u64 at,
+TPK_DEVICE void compare(const Peers& peers, const Litmus& litmus, int source, u64 index,
                         const Pack& seen, u64& checked) {
-  compare(litmus, source, at, seen, pattern_of(litmus, source, peers.space.rank, at), checked);
+  compare(litmus, source, index, seen, make_pattern(litmus, source, peers.space.rank, index),
+          checked);
 }
 
-// This block's packs of those that a rank sends to another.
-TPK_DEVICE Range packs_of(const Litmus& litmus) {
-  return part_in({0, packs_in(litmus.bytes)}, packs_in(litmus.bytes));
+// Returns the slice of this block in the packs between two ranks.
+TPK_DEVICE Range block_packs(const Litmus& litmus) {
+  return block_slice_in({0, count_packs(litmus.bytes)}, count_packs(litmus.bytes));
 }
 
-TPK_DEVICE Pack* slot_of(const Peers& peers, const Litmus& litmus, int rank, int source) {
-  return reinterpret_cast<Pack*>(buffer_of(peers, rank) + source * litmus.bytes);
+TPK_DEVICE Pack* slot_packs(const Peers& peers, const Litmus& litmus, int rank, int source) {
+  return reinterpret_cast<Pack*>(buffer_address(peers, rank) + source * litmus.bytes);
 }
 
-// `push(to)` stores this block's packs in the buffer of a rank.
+// Exchanges packs with signals. `push(peer)` stores the packs of this block in the buffer of a
+// peer.
 template <class Push>
-TPK_DEVICE void exchange_by_words(const Peers& peers, const Litmus& litmus, const Push& push) {
-  const int rank = peers.space.rank, world = peers.space.world, word = kTiles + block();
-  const Range part = packs_of(litmus);
+TPK_DEVICE void exchange_with_signals(const Peers& peers, const Litmus& litmus, const Push& push) {
+  const int rank = peers.space.rank, world = peers.space.world, signal = kTiles + block();
+  const Range slice = block_packs(litmus);
   for (int i = 1; i < world; ++i) push((rank + i) % world);
-  publish_to_all(peers, word);
+  publish_to_all(peers, signal);
   u64 checked = 0;
   for (int i = 1; i < world; ++i) {
     const int source = (rank + i) % world;
-    wait_for(peers, source, word);
-    for (u64 at = part.first + thread(); at < part.last; at += threads()) {
-      const Pack seen = load_pack(slot_of(peers, litmus, rank, source) + at);
-      compare(peers, litmus, source, at, seen, checked);
+    wait_for(peers, source, signal);
+    for (u64 index = slice.first + thread(); index < slice.last; index += threads()) {
+      const Pack seen = load_pack(slot_packs(peers, litmus, rank, source) + index);
+      compare(peers, litmus, source, index, seen, checked);
     }
   }
-  add_acq_rel_gpu(litmus.found + kFoundChecked, checked);
+  add_acq_rel_gpu(litmus.report + kReportChecked, checked);
 }
 
 TPK_DEVICE void exchange_messages(const Peers& peers, const Litmus& litmus) {
   const int rank = peers.space.rank;
-  const Range part = packs_of(litmus);
-  exchange_by_words(peers, litmus, [&](int to) {
-    for (u64 at = part.first + thread(); at < part.last; at += threads()) {
-      store_pack(slot_of(peers, litmus, to, rank) + at, pattern_of(litmus, rank, to, at));
+  const Range slice = block_packs(litmus);
+  exchange_with_signals(peers, litmus, [&](int peer) {
+    for (u64 index = slice.first + thread(); index < slice.last; index += threads()) {
+      store_pack(slot_packs(peers, litmus, peer, rank) + index,
+                 make_pattern(litmus, rank, peer, index));
     }
   });
 }
 
 #ifdef TPK_SM_90
-TPK_DEVICE void exchange_in_bulk(const Peers& peers, const Litmus& litmus) {
-  constexpr u64 kAtOnce = kScratchFloats / 4;  // packs
+TPK_DEVICE void exchange_bulk(const Peers& peers, const Litmus& litmus) {
+  constexpr u64 kBatch = kScratchFloats / 4;  // packs per bulk copy
   const int rank = peers.space.rank;
-  const Range part = packs_of(litmus);
-  auto* held = reinterpret_cast<Pack*>(scratch());
-  exchange_by_words(peers, litmus, [&](int to) {
-    for (u64 first = part.first; first < part.last; first += kAtOnce) {
-      const u64 count = least(kAtOnce, part.last - first);
+  const Range slice = block_packs(litmus);
+  auto* batch = reinterpret_cast<Pack*>(scratch());
+  exchange_with_signals(peers, litmus, [&](int peer) {
+    for (u64 first = slice.first; first < slice.last; first += kBatch) {
+      const u64 count = minimum(kBatch, slice.last - first);
       for (u64 i = thread(); i < count; i += threads()) {
-        held[i] = pattern_of(litmus, rank, to, first + i);
+        batch[i] = make_pattern(litmus, rank, peer, first + i);
       }
       fence_scratch();
       sync_block();
       if (thread() == 0) {
-        const u64 there = address_of(slot_of(peers, litmus, to, rank) + first);
-        store_scratch(there, scratch(), static_cast<unsigned>(count * sizeof(Pack)));
+        const u64 address = to_address(slot_packs(peers, litmus, peer, rank) + first);
+        store_scratch(address, scratch(), static_cast<unsigned>(count * sizeof(Pack)));
         await_scratch_stores();
       }
       sync_block();
@@ -124,31 +128,31 @@ TPK_DEVICE void exchange_in_bulk(const Peers& peers, const Litmus& litmus) {
 }
 #endif
 
-TPK_DEVICE void exchange_words(const Peers& peers, const Litmus& litmus) {
+TPK_DEVICE void exchange_ll_packs(const Peers& peers, const Litmus& litmus) {
   const int rank = peers.space.rank, world = peers.space.world;
-  const Piece piece{0, litmus.bytes};
-  const u64 packs = packs_in(litmus.bytes);
+  const Chunk chunk{0, litmus.bytes};
+  const u64 num_packs = count_packs(litmus.bytes);
   delay(peers, thread());
-  for (u64 at = lane(); at < packs; at += lanes()) {
+  for (u64 index = global_thread(); index < num_packs; index += global_threads()) {
     for (int i = 1; i < world; ++i) {
-      const int to = (rank + i) % world;
-      send_pack(peers, to, piece, at, pattern_of(litmus, rank, to, at));
+      const int peer = (rank + i) % world;
+      send_pack(peers, peer, chunk, index, make_pattern(litmus, rank, peer, index));
     }
   }
   u64 checked = 0;
-  for (u64 at = lane(); at < packs; at += lanes()) {
+  for (u64 index = global_thread(); index < num_packs; index += global_threads()) {
     for (int i = 1; i < world; ++i) {
       const int source = (rank + i) % world;
-      Lines seen = look_at(peers, source, piece, at);
-      const u64 since = clock_ns();
-      for (int looks = 1; !has_arrived(peers, seen); ++looks) {
-        if (!look_again(peers, source, looks, since)) return;
-        seen = look_at(peers, source, piece, at);
+      Lines seen = load_lines(peers, source, chunk, index);
+      const u64 begin = clock_ns();
+      for (int polls = 1; !has_arrived(peers, seen); ++polls) {
+        if (!keep_polling(peers, source, polls, begin)) return;
+        seen = load_lines(peers, source, chunk, index);
       }
-      compare(peers, litmus, source, at, pack_of(seen), checked);
+      compare(peers, litmus, source, index, to_pack(seen), checked);
     }
   }
-  add_acq_rel_gpu(litmus.found + kFoundChecked, checked);
+  add_acq_rel_gpu(litmus.report + kReportChecked, checked);
 }
 
 }  // namespace tpkernels::cuda

@@ -1,17 +1,18 @@
-// The normalisation of rows by clusters of blocks.
+// RMSNorm of rows by clusters of blocks.
 //
 // Problem: y = round(x / sqrt(mean(x^2) + eps) * weight) for each row x, in fp32.
 //
-// Algorithm: a cluster has whole rows, and each of its blocks the same columns of them. A block
-// adds the squares of its columns and stores the sums in all blocks of the cluster. After one
-// barrier each has the whole sum, and normalises its columns.
+// Algorithm: a cluster processes full rows, and each of its blocks always has the same columns. A
+// block sums the squares of its columns and stores the sums in all blocks of the cluster. After one
+// barrier each block has the sum of the full row and normalises its columns.
 //
-// Numerics: the order of a sum follows from the number of columns alone. Vector v of a row (kVector
-// elements) belongs to lane v % kRowLanes, which adds its squares in kVector chains. Then chains,
-// lanes and groups of lanes are added in pairs. So clusters of any size give the same bits.
+// Numerics: the order of summation depends only on the number of columns. Vector v of a row
+// (kVector elements) belongs to lane v % kRowLanes, which sums its squares in kVector chains.
+// Chains, lanes and groups of lanes are then added pairwise. The result is therefore bitwise
+// identical for all cluster sizes.
 //
-// Sync: of the sums of groups there are two sets. A block writes into a set again after the barrier
-// of the row between, which the others reach when they have read it.
+// Sync: the group sums are double-buffered. A block reuses a buffer after the barrier of the
+// intermediate row. The peer blocks reach that barrier only after they have read the buffer.
 #pragma once
 
 #include "cuda/reduce.cuh"
@@ -19,44 +20,46 @@
 namespace tpkernels::cuda {
 
 constexpr int kRowLanes = 1024;
-constexpr int kGroup = 32;  // lanes whose squares one thread adds up
+constexpr int kGroup = 32;  // lanes summed by one thread
 constexpr int kGroups = kRowLanes / kGroup;
-// The sums of the lanes, a group every kGroup + 1 floats, in other banks; then those of the groups.
+// Scratch layout: the lane sums, padded to kGroup + 1 floats per group to avoid bank conflicts;
+// then the group sums.
 constexpr int kGroupSums = kGroups * (kGroup + 1);
 static_assert(kGroupSums + 2 * kGroups <= kScratchFloats);
 
-// Calls `take(v)` for this thread's vectors of a row, and `end(lane)` after each of its lanes.
-template <class Take, class End>
-TPK_DEVICE void for_lanes(u64 cols, const Take& take, const End& end) {
+// Calls `visit(v)` for the vectors of this thread in a row, and `end(lane)` after each of its
+// lanes.
+template <class Visit, class End>
+TPK_DEVICE void for_lanes(u64 cols, const Visit& visit, const End& end) {
   const int count = kRowLanes / cluster_blocks(), first = block_in_cluster() * count;
   for (int lane = thread(); lane < count; lane += threads()) {
-    for (u64 v = first + lane; v < cols / kVector; v += kRowLanes) take(v);
+    for (u64 v = first + lane; v < cols / kVector; v += kRowLanes) visit(v);
     end(lane);
   }
 }
 
-template <class Take>
-TPK_DEVICE void for_vectors(u64 cols, const Take& take) {
-  for_lanes(cols, take, [](int) {});
+template <class Visit>
+TPK_DEVICE void for_vectors(u64 cols, const Visit& visit) {
+  for_lanes(cols, visit, [](int) {});
 }
 
-// Calls `take(row)` for this cluster's rows of `count`.
-template <class Take>
-TPK_DEVICE void for_rows(u64 count, const Take& take) {
+// Calls `visit(row)` for the rows of this cluster, out of `count` rows.
+template <class Visit>
+TPK_DEVICE void for_rows(u64 count, const Visit& visit) {
   const u64 clusters = blocks() / cluster_blocks();
-  for (u64 row = block() / cluster_blocks(); row < count; row += clusters) take(row);
+  for (u64 row = block() / cluster_blocks(); row < count; row += clusters) visit(row);
 }
 
 template <int N>
-TPK_DEVICE float sum_of_pairs(const float* x) {
+TPK_DEVICE float sum_pairwise(const float* x) {
   if constexpr (N == 1) {
     return *x;
   } else {
-    return sum_of_pairs<N / 2>(x) + sum_of_pairs<N / 2>(x + N / 2);
+    return sum_pairwise<N / 2>(x) + sum_pairwise<N / 2>(x + N / 2);
   }
 }
 
-// The values after a rounding to D.
+// Rounds the values to dtype D.
 template <int D>
 TPK_DEVICE void round_to(float (&x)[kVector]) {
 #pragma unroll
@@ -66,13 +69,13 @@ TPK_DEVICE void round_to(float (&x)[kVector]) {
   }
 }
 
-// Normalises the row at `total`; `value(v, x)` gives vector `v` of it, which is stored there then.
-// `turn` counts the rows of the cluster.
+// Normalises the row at address `total`. `value(v, x)` returns vector `v` of the row in x; by then
+// the vector is stored at `total`. `iteration` counts the rows of the cluster.
 template <int D, class Value>
-TPK_DEVICE void normalise(const RmsNorm& norm, u64 row, unsigned turn, u64 total,
+TPK_DEVICE void normalise(const RmsNorm& norm, u64 row, unsigned iteration, u64 total,
                           const Value& value) {
   float* lanes = scratch();
-  float* groups = lanes + kGroupSums + turn % 2 * kGroups;
+  float* groups = lanes + kGroupSums + iteration % 2 * kGroups;
   float squares[kVector] = {};
   const auto add_squares = [&](u64 v) {
     float x[kVector];
@@ -81,44 +84,45 @@ TPK_DEVICE void normalise(const RmsNorm& norm, u64 row, unsigned turn, u64 total
     for (int k = 0; k < kVector; ++k) squares[k] = multiply_add(x[k], x[k], squares[k]);
   };
   for_lanes(norm.cols, add_squares, [&](int lane) {
-    lanes[lane + lane / kGroup] = sum_of_pairs<kVector>(squares);
+    lanes[lane + lane / kGroup] = sum_pairwise<kVector>(squares);
 #pragma unroll
     for (int k = 0; k < kVector; ++k) squares[k] = 0;
   });
   sync_block();
-  const int here = kGroups / cluster_blocks(), first = block_in_cluster() * here;
+  const int num_groups = kGroups / cluster_blocks(), first = block_in_cluster() * num_groups;
 #pragma unroll 1
-  for (int g = thread(); g < here; g += threads()) {
-    const float sum = sum_of_pairs<kGroup>(lanes + g * (kGroup + 1));
+  for (int g = thread(); g < num_groups; g += threads()) {
+    const float sum = sum_pairwise<kGroup>(lanes + g * (kGroup + 1));
 #pragma unroll 1
     for (int b = 0; b < cluster_blocks(); ++b) store_in_block(groups + first + g, b, sum);
   }
   sync_cluster();
-  const float mean = divide(sum_of_pairs<kGroups>(groups), static_cast<float>(norm.cols));
+  const float mean = divide(sum_pairwise<kGroups>(groups), static_cast<float>(norm.cols));
   const float factor = divide(1.0f, square_root(mean + norm.eps));
-  const u64 to = address_of(norm.normed) + row * norm.cols * size_of(D);
+  const u64 dst = to_address(norm.normed) + row * norm.cols * dtype_size(D);
   for_vectors(norm.cols, [&](u64 v) {
     const u64 i = v * kVector;
     float x[kVector], weight[kVector];
-    load<D>(x, total + i * size_of(D));
-    load_any(weight, address_of(norm.weight) + i * size_of(norm.weight_dtype), norm.weight_dtype);
+    load<D>(x, total + i * dtype_size(D));
+    load_any(weight, to_address(norm.weight) + i * dtype_size(norm.weight_dtype),
+             norm.weight_dtype);
 #pragma unroll
     for (int k = 0; k < kVector; ++k) x[k] = x[k] * factor * weight[k];
-    store<D>(to + i * size_of(D), x);
+    store<D>(dst + i * dtype_size(D), x);
   });
 }
 
-// Rows that are there already.
+// Normalises existing rows.
 template <int D>
 TPK_DEVICE void normalise_rows(const Rows& rows, const RmsNorm& norm) {
-  unsigned turn = 0;
-  sync_cluster();  // its blocks run now, so their scratch is there
+  unsigned iteration = 0;
+  sync_cluster();  // all blocks of the cluster run now, so their scratch is valid
   for_rows(rows.count / norm.cols, [&](u64 row) {
-    const u64 from = address_of(rows.x) + row * norm.cols * size_of(D);
+    const u64 src = to_address(rows.x) + row * norm.cols * dtype_size(D);
     const auto value = [&](u64 v, float (&x)[kVector]) {
-      load<D>(x, from + v * kVector * size_of(D));
+      load<D>(x, src + v * kVector * dtype_size(D));
     };
-    normalise<D>(norm, row, turn++, from, value);
+    normalise<D>(norm, row, iteration++, src, value);
   });
 }
 

@@ -1,20 +1,26 @@
-// Tokens to the experts that a router chose for them, and back, in one launch each.
+// MoE dispatch and combine, one launch each.
 //
-// Problem: that of csrc/host/routing.h. The routes, sorted by expert, are in device memory, and the
-// host knows no counts. So a rank has room for `most` rows; routes beyond it have none, nor have
-// routes to an expert that there is not.
+// Problem: as in csrc/host/routing.h, but the expert-sorted assignments are in device memory, and
+// the host has no token counts. The experts of a rank therefore get a fixed capacity of `max_rows`
+// rows. Assignments past this capacity, or to an expert id out of range, get no row.
 //
-// Algorithm: dispatch: every rank copies its tokens into its own buffer; the experts' rank reads
-// its rows there, and clears the rows that nobody fills. So a buffer has a rank's tokens, whatever
-// the routes are. Combine: every route has a slot in the buffer of its token's rank. The experts'
-// rank pushes its rows there. The token's rank sums the slots by weight, in their order, in fp32:
-// products and sums are rounded each, as by `weigh` in csrc/host/vector_loops.inc. A token that has
-// a route without a row becomes NaN.
+// Algorithm:
+// - dispatch: every rank copies its tokens into its local buffer. The rank of an expert reads its
+//   rows from these buffers and zero-fills the unused rows of its output. So the size of a buffer
+//   does not depend on the assignments.
+// - combine: every assignment has a slot in the buffer of the rank that owns the token. The rank of
+//   the expert pushes the row into that slot. The rank of the token multiplies the slots by the
+//   weights and adds them in slot order, in fp32. Each multiplication and addition is rounded
+//   separately, as by `weighted_sum` in csrc/host/vector_loops.inc. A token with a dropped
+//   assignment becomes NaN.
 //
-// Sync: a block has the same columns of all rows on every rank. The word TILES + b says that block
-// b of the source has written its columns. So a block waits only for blocks of the same number,
-// whatever the routes are. A rank writes a buffer that peers read two calls later, which it begins
-// when every peer has entered the call in between, and so has ended the one that read it.
+// Sync: a block processes the same columns of all rows on every rank. Signal TILES + b means that
+// block b of the source has written its columns. A block waits only for blocks with its number,
+// independent of the assignments.
+//
+// Invariant 1 (no overwritten read): peers read a buffer during a call, and its rank writes it
+// again two calls later. That call starts only after every peer has entered the call in between. So
+// every peer has ended the call that read the buffer.
 #pragma once
 
 #include "cuda/reduce.cuh"
@@ -22,18 +28,18 @@
 
 namespace tpkernels::cuda {
 
-TPK_DEVICE u64 tokens_of(const Routed& call, int rank) {
-  return call.tokens[rank + 1] - call.tokens[rank];
+TPK_DEVICE u64 num_tokens(const Routed& call, int rank) {
+  return call.token_offsets[rank + 1] - call.token_offsets[rank];
 }
 
-// The experts' rows of a rank that have room.
-TPK_DEVICE u64 rows_of(const Routed& call, int rank) {
-  return least(call.rows[rank + 1] - call.rows[rank], call.most);
+// Returns the number of expert rows of a rank, limited by the capacity.
+TPK_DEVICE u64 num_rows(const Routed& call, int rank) {
+  return minimum(call.rank_offsets[rank + 1] - call.rank_offsets[rank], call.max_rows);
 }
 
-// The last rank whose part begins at `i` or before.
+// Returns the last rank whose range starts at or before `i`.
 template <class T>
-TPK_DEVICE int owner_of(const T* starts, int world, i64 i) {
+TPK_DEVICE int find_owner(const T* starts, int world, i64 i) {
   int rank = 0;
   for (int end = world; end - rank > 1;) {
     const int middle = (rank + end) / 2;
@@ -42,132 +48,138 @@ TPK_DEVICE int owner_of(const T* starts, int world, i64 i) {
   return rank;
 }
 
-// Deals the pieces of rows out to the threads of a block; each has some of the same row in turn.
-struct Walk {
-  TPK_DEVICE explicit Walk(unsigned pieces)
-      : pieces(pieces), row(thread() / pieces), piece(thread() % pieces) {}
+// Assigns the units (packs, vectors or elements) of all rows to the threads of a block. Adjacent
+// threads get adjacent units.
+struct UnitWalk {
+  TPK_DEVICE explicit UnitWalk(unsigned units)
+      : units(units), row(thread() / units), unit(thread() % units) {}
 
   TPK_DEVICE void next() {
-    row += threads() / pieces;
-    piece += threads() % pieces;
-    if (piece < pieces) return;
-    piece -= pieces;
+    row += threads() / units;
+    unit += threads() % units;
+    if (unit < units) return;
+    unit -= units;
     ++row;
   }
 
-  unsigned pieces;
+  unsigned units;
   u64 row;
-  unsigned piece;
+  unsigned unit;
 };
 
-TPK_DEVICE Pack load_piece(const Pack* from) { return load_pack(from); }
-TPK_DEVICE void store_piece(Pack* to, Pack piece) { store_pack(to, piece); }
-TPK_DEVICE unsigned short load_piece(const unsigned short* from) { return *from; }
-TPK_DEVICE void store_piece(unsigned short* to, unsigned short piece) { *to = piece; }
+TPK_DEVICE Pack load_unit(const Pack* src) { return load_pack(src); }
+TPK_DEVICE void store_unit(Pack* dst, Pack unit) { store_pack(dst, unit); }
+TPK_DEVICE unsigned short load_unit(const unsigned short* src) { return *src; }
+TPK_DEVICE void store_unit(unsigned short* dst, unsigned short unit) { *dst = unit; }
 
-// Copies bytes `part` of each row from address `from(row)` to `to(row)`. From address 0 come zeros;
-// to address 0 goes nothing.
-template <class Piece, class From, class To>
-TPK_DEVICE void copy_pieces(u64 rows, Range part, const From& from, const To& to) {
-  constexpr int kAtOnce = 4;  // pieces in flight per thread
-  const auto pieces = static_cast<unsigned>((part.last - part.first) / sizeof(Piece));
-  if (pieces == 0) return;
-  for (Walk walk(pieces); walk.row < rows;) {
-    Piece held[kAtOnce];
-    u64 targets[kAtOnce];
+// Copies byte range `slice` of each row from address `src(row)` to `dst(row)`. A source address of
+// 0 reads as zeros. A destination address of 0 skips the row.
+template <class Unit, class Source, class Destination>
+TPK_DEVICE void copy_rows_as(u64 rows, Range slice, const Source& src, const Destination& dst) {
+  constexpr int kBatch = 4;  // units in flight per thread
+  const auto units = static_cast<unsigned>((slice.last - slice.first) / sizeof(Unit));
+  if (units == 0) return;
+  for (UnitWalk walk(units); walk.row < rows;) {
+    Unit values[kBatch];
+    u64 targets[kBatch];
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const u64 at = part.first + walk.piece * sizeof(Piece);
-      const u64 target = walk.row < rows ? to(walk.row) : 0;
-      const u64 source = target != 0 ? from(walk.row) : 0;
-      targets[i] = target != 0 ? target + at : 0;
-      held[i] = source != 0 ? load_piece(reinterpret_cast<const Piece*>(source + at)) : Piece{};
+    for (int i = 0; i < kBatch; ++i) {
+      const u64 offset = slice.first + walk.unit * sizeof(Unit);
+      const u64 target = walk.row < rows ? dst(walk.row) : 0;
+      const u64 source = target != 0 ? src(walk.row) : 0;
+      targets[i] = target != 0 ? target + offset : 0;
+      values[i] = source != 0 ? load_unit(reinterpret_cast<const Unit*>(source + offset)) : Unit{};
       walk.next();
     }
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (targets[i] != 0) store_piece(reinterpret_cast<Piece*>(targets[i]), held[i]);
+    for (int i = 0; i < kBatch; ++i) {
+      if (targets[i] != 0) store_unit(reinterpret_cast<Unit*>(targets[i]), values[i]);
     }
   }
 }
 
-template <class From, class To>
-TPK_DEVICE void copy_rows(bool in_packs, u64 rows, Range part, const From& from, const To& to) {
-  if (in_packs) return copy_pieces<Pack>(rows, part, from, to);
-  copy_pieces<unsigned short>(rows, part, from, to);
+template <class Source, class Destination>
+TPK_DEVICE void copy_rows(bool use_packs, u64 rows, Range slice, const Source& src,
+                          const Destination& dst) {
+  if (use_packs) return copy_rows_as<Pack>(rows, slice, src, dst);
+  copy_rows_as<unsigned short>(rows, slice, src, dst);
 }
 
 TPK_DEVICE void dispatch(const Peers& peers, const Routed& call) {
-  const int rank = peers.space.rank, world = peers.space.world, word = kTiles + block();
-  const u64 size = size_of(call.dtype), row_bytes = call.row * size;
-  const Range columns = part_in({0, call.row}, call.row);
-  const Range part = {columns.first * size, columns.last * size};
-  const u64 x = address_of(call.x), out = address_of(call.out), own = buffer_of(peers, rank);
-  const u64 rows = rows_of(call, rank);
-  const bool in_packs = aligned(x | out | row_bytes);
+  const int rank = peers.space.rank, world = peers.space.world, signal = kTiles + block();
+  const u64 size = dtype_size(call.dtype), row_bytes = call.row * size;
+  const Range columns = block_slice_in({0, call.row}, call.row);
+  const Range slice = {columns.first * size, columns.last * size};
+  const u64 x = to_address(call.x), out = to_address(call.out),
+            local_buffer = buffer_address(peers, rank);
+  const u64 rows = num_rows(call, rank);
+  const bool use_packs = aligned(x | out | row_bytes);
   copy_rows(
-      in_packs, tokens_of(call, rank), part, [&](u64 token) { return x + token * row_bytes; },
-      [&](u64 token) { return own + token * row_bytes; });
-  publish_to_all(peers, word);
-  wait_for_all(peers, word);
-  const i64* routes = call.order + call.rows[rank];
-  const auto token_of = [&](u64 row) -> u64 {
+      use_packs, num_tokens(call, rank), slice, [&](u64 token) { return x + token * row_bytes; },
+      [&](u64 token) { return local_buffer + token * row_bytes; });
+  publish_to_all(peers, signal);
+  wait_for_all(peers, signal);
+  const i64* assignments = call.permutation + call.rank_offsets[rank];
+  const auto token_address = [&](u64 row) -> u64 {
     if (row >= rows) return 0;
-    const int token = static_cast<int>(routes[row]) / call.k;
-    const int source = owner_of(call.tokens, world, token);
-    return buffer_of(peers, source) + (token - call.tokens[source]) * row_bytes;
+    const int token = static_cast<int>(assignments[row]) / call.k;
+    const int source = find_owner(call.token_offsets, world, token);
+    return buffer_address(peers, source) + (token - call.token_offsets[source]) * row_bytes;
   };
-  copy_rows(in_packs, call.most, part, token_of, [&](u64 row) { return out + row * row_bytes; });
+  copy_rows(use_packs, call.max_rows, slice, token_address,
+            [&](u64 row) { return out + row * row_bytes; });
 }
 
-// out = round(sum over slots of weight * row) for N elements of each token.
+// Computes out = round(sum over slots of weight * row) for N elements of each token.
 template <int D, int N>
-TPK_DEVICE void weigh(const Peers& peers, const Routed& call, Range columns) {
+TPK_DEVICE void reduce_weighted(const Peers& peers, const Routed& call, Range columns) {
   const int rank = peers.space.rank, world = peers.space.world;
-  const u64 size = size_of(D), row_bytes = call.row * size, tokens = tokens_of(call, rank);
-  const auto pieces = static_cast<unsigned>((columns.last - columns.first) / N);
-  if (pieces == 0) return;
-  const i64* places = call.places + static_cast<i64>(call.tokens[rank]) * call.k;
-  for (Walk walk(pieces); walk.row < tokens; walk.next()) {
-    const u64 at = (columns.first + walk.piece * N) * size;
+  const u64 size = dtype_size(D), row_bytes = call.row * size, tokens = num_tokens(call, rank);
+  const auto units = static_cast<unsigned>((columns.last - columns.first) / N);
+  if (units == 0) return;
+  const i64* positions =
+      call.inverse_permutation + static_cast<i64>(call.token_offsets[rank]) * call.k;
+  for (UnitWalk walk(units); walk.row < tokens; walk.next()) {
+    const u64 offset = (columns.first + walk.unit * N) * size;
     float acc[N] = {};
     for (u64 slot = walk.row * call.k; slot < (walk.row + 1) * call.k; ++slot) {
-      const i64 place = places[slot];
-      const int holder = owner_of(call.rows, world, place);
-      const u64 row = place - call.rows[holder];  // past every room before the first rank's
-      const bool missing = row >= rows_of(call, holder);
-      const u64 from = holder == rank && !missing ? address_of(call.x) + row * row_bytes
-                                                  : buffer_of(peers, rank) + slot * row_bytes;
+      const i64 position = positions[slot];
+      const int holder = find_owner(call.rank_offsets, world, position);
+      const u64 row = position - call.rank_offsets[holder];  // wraps to a huge row before rank 0
+      const bool missing = row >= num_rows(call, holder);
+      const u64 src = holder == rank && !missing ? to_address(call.x) + row * row_bytes
+                                                 : buffer_address(peers, rank) + slot * row_bytes;
       float next[N];
-      load<D>(next, from + at);
+      load<D>(next, src + offset);
       const float weight = missing ? float_of(0x7fffffff) : call.weights[slot];
 #pragma unroll
       for (int i = 0; i < N; ++i) acc[i] += multiply(weight, next[i]);
     }
-    store<D>(address_of(call.out) + walk.row * row_bytes + at, acc);
+    store<D>(to_address(call.out) + walk.row * row_bytes + offset, acc);
   }
 }
 
 template <int D>
 TPK_DEVICE void combine(const Peers& peers, const Routed& call) {
-  const int rank = peers.space.rank, world = peers.space.world, word = kTiles + block();
-  const u64 size = size_of(D), row_bytes = call.row * size;
-  const Range columns = part_in({0, call.row}, call.row);
-  const u64 x = address_of(call.x), out = address_of(call.out);
-  const i64* routes = call.order + call.rows[rank];
-  const auto slot_of = [&](u64 row) -> u64 {
-    const int route = static_cast<int>(routes[row]);
-    const int owner = owner_of(call.tokens, world, route / call.k);
-    const u64 slot = route - static_cast<u64>(call.tokens[owner]) * call.k;
-    return owner == rank ? 0 : buffer_of(peers, owner) + slot * row_bytes;
+  const int rank = peers.space.rank, world = peers.space.world, signal = kTiles + block();
+  const u64 size = dtype_size(D), row_bytes = call.row * size;
+  const Range columns = block_slice_in({0, call.row}, call.row);
+  const u64 x = to_address(call.x), out = to_address(call.out);
+  const i64* assignments = call.permutation + call.rank_offsets[rank];
+  const auto slot_address = [&](u64 row) -> u64 {
+    const int assignment = static_cast<int>(assignments[row]);
+    const int owner = find_owner(call.token_offsets, world, assignment / call.k);
+    const u64 slot = assignment - static_cast<u64>(call.token_offsets[owner]) * call.k;
+    return owner == rank ? 0 : buffer_address(peers, owner) + slot * row_bytes;
   };
   copy_rows(
-      aligned(x | row_bytes), rows_of(call, rank), {columns.first * size, columns.last * size},
-      [&](u64 row) { return x + row * row_bytes; }, slot_of);
-  publish_to_all(peers, word);
-  wait_for_all(peers, word);
-  if (aligned(x | out) && call.row % kVector == 0) return weigh<D, kVector>(peers, call, columns);
-  weigh<D, 1>(peers, call, columns);
+      aligned(x | row_bytes), num_rows(call, rank), {columns.first * size, columns.last * size},
+      [&](u64 row) { return x + row * row_bytes; }, slot_address);
+  publish_to_all(peers, signal);
+  wait_for_all(peers, signal);
+  if (aligned(x | out) && call.row % kVector == 0)
+    return reduce_weighted<D, kVector>(peers, call, columns);
+  reduce_weighted<D, 1>(peers, call, columns);
 }
 
 }  // namespace tpkernels::cuda

@@ -1,14 +1,14 @@
-// All-gather and reduce-scatter on symmetric memory, in one launch each.
+// All-gather and reduce-scatter over symmetric memory, one launch each.
 //
-// Problem: rank r holds (all-gather), or receives (reduce-scatter), rows [starts[r], starts[r+1])
-// of a tensor: its shard.
+// Problem: rank r holds (all-gather) or receives (reduce-scatter) its shard, rows
+// [starts[r], starts[r+1]) of a tensor.
 //
-// Algorithm: every rank has a slot in each peer's buffer. It pushes its shard there (all-gather),
-// or its partial of the peer's shard (reduce-scatter). The peer copies the slots out, or sums them
-// in rank order. Each shard is split into one part per block.
+// Algorithm: every rank has a slot in the buffer of each peer. All-gather: it pushes its shard into
+// the slots, and the peers copy the slots out. Reduce-scatter: it pushes its partial of the peer
+// shard, and the peer sums the slots in rank order. Each shard is divided into one slice per block.
 //
-// Sync: the word TILES + b says that block b of the source has written its part into this rank's
-// buffer. A block waits only for blocks of the same number.
+// Sync: signal TILES + b means that block b of the source has written its slice into the local
+// buffer. A block waits only for blocks with its number.
 #pragma once
 
 #include "cuda/reduce.cuh"
@@ -16,57 +16,62 @@
 
 namespace tpkernels::cuda {
 
-// The shard of `rank`, in units of which each row has `row`.
-TPK_DEVICE Range shard_of(const Shards& shards, int rank, u64 row) {
+// Returns the shard of `rank` in units; a row has `row` units.
+TPK_DEVICE Range shard_range(const Shards& shards, int rank, u64 row) {
   return {shards.starts[rank] * row, shards.starts[rank + 1] * row};
 }
 
 TPK_DEVICE u64 length(Range range) { return range.last - range.first; }
 
-// This block's part of a shard, relative to the shard's start.
-TPK_DEVICE Range part_of(Range shard) { return part_in({0, length(shard)}, length(shard)); }
+// Returns the slice of this block, relative to the start of the shard.
+TPK_DEVICE Range block_slice(Range shard) {
+  return block_slice_in({0, length(shard)}, length(shard));
+}
 
-TPK_DEVICE u64 slot_of(const Peers& peers, const Shards& shards, int rank, int source) {
-  return buffer_of(peers, rank) + source * shards.slot_bytes;
+TPK_DEVICE u64 slot_address(const Peers& peers, const Shards& shards, int rank, int source) {
+  return buffer_address(peers, rank) + source * shards.slot_bytes;
 }
 
 TPK_DEVICE void gather(const Peers& peers, const Shards& shards) {
-  const int rank = peers.space.rank, world = peers.space.world, word = kTiles + block();
-  const u64 row_bytes = shards.row * size_of(shards.wire);
-  const Range own = shard_of(shards, rank, row_bytes), part = part_of(own);
-  const u64 from = address_of(shards.x) + part.first;
+  const int rank = peers.space.rank, world = peers.space.world, signal = kTiles + block();
+  const u64 row_bytes = shards.row * dtype_size(shards.wire);
+  const Range local_shard = shard_range(shards, rank, row_bytes), slice = block_slice(local_shard);
+  const u64 src = to_address(shards.x) + slice.first;
   for (int i = 1; i < world; ++i) {
-    const int to = (rank + i) % world;
-    copy_block(slot_of(peers, shards, to, rank) + part.first, from, length(part));
+    const int peer = (rank + i) % world;
+    copy_block(slot_address(peers, shards, peer, rank) + slice.first, src, length(slice));
   }
-  publish_to_all(peers, word);
-  copy_block(address_of(shards.out) + own.first + part.first, from, length(part));
+  publish_to_all(peers, signal);
+  copy_block(to_address(shards.out) + local_shard.first + slice.first, src, length(slice));
   for (int i = 1; i < world; ++i) {
     const int source = (rank + i) % world;
-    const Range theirs = shard_of(shards, source, row_bytes), piece = part_of(theirs);
-    wait_for(peers, source, word);
-    copy_block(address_of(shards.out) + theirs.first + piece.first,
-               slot_of(peers, shards, rank, source) + piece.first, length(piece));
+    const Range peer_shard = shard_range(shards, source, row_bytes),
+                peer_slice = block_slice(peer_shard);
+    wait_for(peers, source, signal);
+    copy_block(to_address(shards.out) + peer_shard.first + peer_slice.first,
+               slot_address(peers, shards, rank, source) + peer_slice.first, length(peer_slice));
   }
 }
 
 template <int D>
 TPK_DEVICE void scatter(const Peers& peers, const Shards& shards) {
-  const int rank = peers.space.rank, world = peers.space.world, word = kTiles + block();
-  const u64 size = size_of(D);
+  const int rank = peers.space.rank, world = peers.space.world, signal = kTiles + block();
+  const u64 size = dtype_size(D);
   for (int i = 1; i < world; ++i) {
-    const int to = (rank + i) % world;
-    const Range theirs = shard_of(shards, to, shards.row), part = part_of(theirs);
-    copy_block(slot_of(peers, shards, to, rank) + part.first * size,
-               address_of(shards.x) + (theirs.first + part.first) * size, length(part) * size);
+    const int peer = (rank + i) % world;
+    const Range peer_shard = shard_range(shards, peer, shards.row), slice = block_slice(peer_shard);
+    copy_block(slot_address(peers, shards, peer, rank) + slice.first * size,
+               to_address(shards.x) + (peer_shard.first + slice.first) * size,
+               length(slice) * size);
   }
-  publish_to_all(peers, word);
-  wait_for_all(peers, word);
-  const Range own = shard_of(shards, rank, shards.row), part = part_of(own);
+  publish_to_all(peers, signal);
+  wait_for_all(peers, signal);
+  const Range local_shard = shard_range(shards, rank, shards.row), slice = block_slice(local_shard);
   const auto partials = [&](int r) {
-    return r == rank ? address_of(shards.x) + own.first * size : slot_of(peers, shards, rank, r);
+    return r == rank ? to_address(shards.x) + local_shard.first * size
+                     : slot_address(peers, shards, rank, r);
   };
-  sum_range<D>(partials, world, address_of(shards.out), own.first, part.first, part.last,
+  sum_range<D>(partials, world, to_address(shards.out), local_shard.first, slice.first, slice.last,
                shards.epilogue, thread(), threads());
 }
 

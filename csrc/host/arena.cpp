@@ -16,7 +16,7 @@
 #ifndef MADV_POPULATE_WRITE  // Linux 5.14
 #define MADV_POPULATE_WRITE 23
 #endif
-#ifndef SYS_pidfd_open  // Linux 5.3; the same number on all architectures
+#ifndef SYS_pidfd_open  // Linux 5.3; same number on all architectures
 #define SYS_pidfd_open 434
 #endif
 
@@ -75,7 +75,7 @@ Arena::Arena(int fd, std::size_t region_bytes, int world)
   void* base = mmap(nullptr, total(), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (base == MAP_FAILED) fail("cannot map " + mebibytes(total()) + " of shared memory", errno);
   base_ = static_cast<std::byte*>(base);
-  madvise(base, total(), MADV_HUGEPAGE);  // a hint: fewer TLB misses where it is granted
+  madvise(base, total(), MADV_HUGEPAGE);  // hint: fewer TLB misses
   if (madvise(base, 0, MADV_POPULATE_WRITE) != 0) fd_ = fcntl(fd, F_DUPFD_CLOEXEC, 0);
 }
 
@@ -84,7 +84,7 @@ Arena::~Arena() {
   if (fd_ >= 0) close(fd_);
 }
 
-std::byte* Arena::at(int rank, std::size_t offset, std::size_t bytes) const {
+std::byte* Arena::address(int rank, std::size_t offset, std::size_t bytes) const {
   if (rank < 0 || rank >= world_ || offset > region_bytes_ || bytes > region_bytes_ - offset) {
     throw std::out_of_range("bytes [" + std::to_string(offset) + ", +" + std::to_string(bytes) +
                             ") are outside region " + std::to_string(rank));
@@ -93,13 +93,13 @@ std::byte* Arena::at(int rank, std::size_t offset, std::size_t bytes) const {
 }
 
 void Arena::commit(int rank, std::size_t offset, std::size_t bytes) {
-  const auto first = static_cast<std::size_t>(at(rank, offset, bytes) - base_);
+  const auto first = static_cast<std::size_t>(address(rank, offset, bytes) - base_);
   const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
   const std::size_t begin = first / page * page;
   const std::size_t end = std::min(total(), (first + bytes + page - 1) / page * page);
   if (begin >= end) return;
   // Commit through the mapping, so that the huge-page hint and first-touch NUMA placement apply.
-  // Where a later store would raise SIGBUS, madvise reports EFAULT or ENOMEM instead.
+  // madvise reports EFAULT or ENOMEM if a later store would raise SIGBUS.
   int error = 0;
   if (fd_ >= 0) {  // kernels before 5.14
     error = posix_fallocate(fd_, static_cast<off_t>(begin), static_cast<off_t>(end - begin));
@@ -111,12 +111,13 @@ void Arena::commit(int rank, std::size_t offset, std::size_t bytes) {
        error == EFAULT ? ENOMEM : error);
 }
 
-void Arena::give_back(int rank, std::size_t offset, std::size_t bytes) {
-  const auto first = static_cast<std::size_t>(at(rank, offset, bytes) - base_);
+void Arena::decommit(int rank, std::size_t offset, std::size_t bytes) {
+  const auto first = static_cast<std::size_t>(address(rank, offset, bytes) - base_);
   const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
   const std::size_t begin = (first + page - 1) / page * page;
   const std::size_t end = (first + bytes) / page * page;
-  if (begin < end) madvise(base_ + begin, end - begin, MADV_REMOVE);  // if not, it stays
+  // On failure the pages stay committed.
+  if (begin < end) madvise(base_ + begin, end - begin, MADV_REMOVE);
 }
 
 void advise_huge_pages(void* data, std::size_t bytes) {

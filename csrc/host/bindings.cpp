@@ -22,8 +22,8 @@ namespace {
 
 using ReleaseGil = py::call_guard<GilReleased>;
 
-// Part of a rank's region, as a Python buffer. It keeps the mapping alive, as does every tensor
-// that views it.
+// A range of the region of a rank, as a Python buffer. The range and all tensors that view it keep
+// the mapping alive.
 struct Region {
   std::shared_ptr<Arena> arena;
   std::byte* data;
@@ -33,9 +33,9 @@ struct Region {
 Region make_region(std::shared_ptr<Arena> arena, int rank, std::size_t offset,
                    std::optional<std::size_t> bytes) {
   const std::size_t size = arena->region_bytes();
-  const std::size_t wanted = bytes.value_or(offset > size ? 0 : size - offset);
-  std::byte* const data = arena->at(rank, offset, wanted);
-  return {std::move(arena), data, wanted};
+  const std::size_t length = bytes.value_or(offset > size ? 0 : size - offset);
+  std::byte* const data = arena->address(rank, offset, length);
+  return {std::move(arena), data, length};
 }
 
 std::byte* pointer(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
@@ -49,7 +49,7 @@ void bind_memory(py::module_& m) {
       .def_static("create", &Arena::create, py::arg("region_bytes"), py::arg("world"))
       .def("commit", &Arena::commit, py::arg("rank"), py::arg("offset"), py::arg("nbytes"),
            ReleaseGil())
-      .def("give_back", &Arena::give_back, py::arg("rank"), py::arg("offset"), py::arg("nbytes"),
+      .def("decommit", &Arena::decommit, py::arg("rank"), py::arg("offset"), py::arg("nbytes"),
            ReleaseGil())
       .def("region", &make_region, py::arg("rank"), py::arg("offset") = 0,
            py::arg("nbytes") = py::none())
@@ -87,8 +87,8 @@ void bind_channel(py::module_& m) {
            py::arg("timeout"), py::arg("spin_us"), py::arg("yield_us"), py::arg("capacity"),
            py::arg("names") = std::vector<int>{})
       .def_static("region_bytes", &Channel::region_bytes, py::arg("world"), py::arg("limit"))
-      .def_static("parts", &Channel::parts, py::arg("world"), py::arg("region_bytes"),
-                  py::arg("begin"), py::arg("end"))
+      .def_static("commit_ranges", &Channel::commit_ranges, py::arg("world"),
+                  py::arg("region_bytes"), py::arg("begin"), py::arg("end"))
       .def("grow", &Channel::grow, py::arg("capacity"))
       .def_property_readonly("rank", &Channel::rank)
       .def_property_readonly("world", &Channel::world)
@@ -96,7 +96,7 @@ void bind_channel(py::module_& m) {
       .def_property_readonly("capacity", &Channel::capacity)
       .def_property_readonly("broken", &Channel::broken)
       .def("buffer_offset", &Channel::buffer_offset, py::arg("parity"))
-      .def("begin", &Channel::begin, py::arg("signature"), py::arg("text"))
+      .def("begin", &Channel::begin, py::arg("signature"), py::arg("description"))
       .def("publish", &Channel::publish, py::arg("phase"), py::arg("index") = 0)
       .def("wait", &Channel::wait, py::arg("peer"), py::arg("phase"), py::arg("index") = 0,
            ReleaseGil())
@@ -108,21 +108,21 @@ void bind_channel(py::module_& m) {
       .def("watch", &Channel::watch, py::arg("phase"), py::arg("waited"))
       .def(
           "abandon",
-          [](Channel& c, const std::string& why, bool late, int culprit) {
-            c.abandon(why, late ? FailureKind::kTimeout : FailureKind::kPeerLost, culprit);
+          [](Channel& c, const std::string& reason, bool late, int culprit) {
+            c.abandon(reason, late ? FailureKind::kTimeout : FailureKind::kPeerLost, culprit);
           },
-          py::arg("why"), py::arg("late") = false, py::arg("culprit") = -1)
+          py::arg("reason"), py::arg("late") = false, py::arg("culprit") = -1)
       .def(
           "add_segment",
           [](Channel& c, std::uint64_t id, const std::shared_ptr<Arena>& arena) {
             c.add_segment(id, arena);
           },
           py::arg("identity"), py::arg("arena"))
-      .def("locate", &Channel::locate, py::arg("segment"), py::arg("offset"))
+      .def("set_location", &Channel::set_location, py::arg("segment"), py::arg("offset"))
       .def(
-          "segment_of",
+          "peer_segment",
           [](const Channel& c, int peer, std::size_t bytes) {
-            auto [segment, offset] = c.segment_of(peer, bytes);
+            auto [segment, offset] = c.peer_segment(peer, bytes);
             if (!segment)
               throw py::value_error("the data of rank " + std::to_string(peer) +
                                     " is not in a segment");
@@ -136,13 +136,13 @@ void bind_channel(py::module_& m) {
           [](Channel& c, const py::object& f) {
             if (f.is_none()) return c.set_on_wait(nullptr);
             c.set_on_wait([f](bool begin) {
-              stay_if_python_ends();
+              park_if_finalizing();
               const py::gil_scoped_acquire gil;
               try {
                 f(begin);
               } catch (py::error_already_set& error) {
                 if (error.matches(PyExc_KeyboardInterrupt)) {
-                  PyErr_SetInterrupt();  // seen when the wait next polls for signals
+                  PyErr_SetInterrupt();  // raised when the wait polls for Unix signals
                 } else {
                   error.discard_as_unraisable("the callback around a wait");
                 }
@@ -212,12 +212,11 @@ void bind_vector_units(py::module_& m) {
   m.def("amx_refused", [] { return amx().refused; });
   m.def("vector_unit", [] { return std::string(vector_unit().name); });
   m.def(
-      "use_vector_unit", [](const std::string& name) { use_unit(unit_named(name)); },
+      "use_vector_unit", [](const std::string& name) { use_unit(find_unit(name)); },
       py::arg("name"));
   m.def(
       "multiplies_exactly",
-      [](const std::string& name) { return multiplies_exactly(unit_named(name)); },
-      py::arg("name"));
+      [](const std::string& name) { return multiplies_exactly(find_unit(name)); }, py::arg("name"));
 }
 
 }  // namespace

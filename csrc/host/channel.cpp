@@ -1,5 +1,4 @@
-// The layout of a region, what a call does, how a rank waits, and how it detects and reports that a
-// call cannot complete.
+// The layout of a region, calls, waits, and the detection and reporting of failures.
 #include "host/channel.h"
 
 #include <poll.h>
@@ -16,15 +15,15 @@ namespace tpkernels::host {
 constexpr std::size_t kTextBytes = 448;
 constexpr int kPhases = 3;
 
-constexpr std::uint64_t word_of(std::uint32_t signature, std::uint32_t epoch) {
+constexpr std::uint64_t signal_value(std::uint32_t signature, std::uint32_t epoch) {
   return std::uint64_t{signature} << 32 | epoch;
 }
-constexpr std::uint32_t epoch_of(std::uint64_t word) { return static_cast<std::uint32_t>(word); }
-constexpr std::uint32_t signature_of(std::uint64_t word) {
-  return static_cast<std::uint32_t>(word >> 32);
+constexpr std::uint32_t get_epoch(std::uint64_t value) { return static_cast<std::uint32_t>(value); }
+constexpr std::uint32_t get_signature(std::uint64_t value) {
+  return static_cast<std::uint32_t>(value >> 32);
 }
 
-// Text that peers may read. It is bounded, and readers only ever print it.
+// Text that peers may read. Its length is bounded, and readers only print it.
 struct Text {
   std::atomic<std::uint32_t> length;
   char bytes[kTextBytes];
@@ -40,28 +39,30 @@ struct Text {
   }
 };
 
-// What a rank publishes about a call. There is one slot per parity of the epoch.
+// The state that a rank publishes about a call. One slot per parity of the epoch.
 struct CallSlot {
   Signal entered;
-  std::atomic<std::uint64_t> segment;  // holds the data of this call; 0: the data buffer does
+  std::atomic<std::uint64_t> segment;  // segment with the data of this call; 0: data buffer
   std::atomic<std::uint64_t> offset;
-  std::atomic<std::uint32_t> calls_since_last;  // of the caller's thread
-  Text text;
+  std::atomic<std::uint32_t> calls_since_last;  // see invariant 6
+  Text description;
 };
 
 // The start of a region. The signals of the phases follow: [parity][phase][rank].
 struct alignas(64) Header {
   CallSlot calls[2];
-  std::atomic<std::uint32_t> fault;  // FailureKind, or 0 if there is none; written last
+  std::atomic<std::uint32_t> fault;  // FailureKind, or 0 without a fault; written last
   std::atomic<std::int32_t> culprit;
   Text fault_text;
 };
 
-// A rank that leaves a call may overwrite what peers read in place. The peer reads first, then
-// looks for a fault; the rank stores the fault first, then overwrites. So a peer that finds no
-// fault has read nothing of what was written later. Acquire and release would not do: a load may
-// move before an acquire, as a store may move after a release. ThreadSanitizer knows no fences, and
-// reports such a race of the user's data as one, although nobody uses what was read.
+// Invariant 7 for a rank that leaves a call early: it may overwrite data that peers read in place.
+// The rank stores the fault first, then overwrites. The peer reads the data first, then checks for
+// a fault. So a peer that finds no fault has read no overwritten data.
+//
+// Release stores and acquire loads do not suffice: a later store may move before a release, and an
+// earlier load may move after an acquire. ThreadSanitizer does not support fences. It reports such
+// a race on user data, although the peer discards the data.
 #ifdef __SANITIZE_THREAD__
 inline void fence_before_overwrites() {}
 inline void fence_after_reads() {}
@@ -79,38 +80,41 @@ std::size_t round_up(std::size_t bytes, std::size_t unit) {
   return (bytes + unit - 1) / unit * unit;
 }
 
-std::size_t words_bytes(int world) {
-  const std::size_t words = 2 * kPhases * static_cast<std::size_t>(world) * sizeof(Signal);
-  return round_up(sizeof(Header) + words, kPage);
+std::size_t signal_pad_bytes(int world) {
+  const std::size_t signal_bytes = 2 * kPhases * static_cast<std::size_t>(world) * sizeof(Signal);
+  return round_up(sizeof(Header) + signal_bytes, kPage);
 }
 
-std::size_t limit_of(int world, std::size_t region_bytes) {
-  return (region_bytes - words_bytes(world)) / 2 / kPage * kPage;
+std::size_t compute_max_capacity(int world, std::size_t region_bytes) {
+  return (region_bytes - signal_pad_bytes(world)) / 2 / kPage * kPage;
 }
 
 }  // namespace
 
 std::size_t Channel::buffer_offset(int parity) const {
-  return words_bytes(world()) + static_cast<unsigned>(parity) * limit_;
+  return signal_pad_bytes(world()) + static_cast<unsigned>(parity) * max_capacity_;
 }
 
-std::size_t Channel::region_bytes(int world, std::size_t limit) {
-  return words_bytes(world) + 2 * round_up(limit, kPage);
+std::size_t Channel::region_bytes(int world, std::size_t max_capacity) {
+  return signal_pad_bytes(world) + 2 * round_up(max_capacity, kPage);
 }
 
-std::vector<std::pair<std::size_t, std::size_t>> Channel::parts(int world, std::size_t region_bytes,
-                                                                std::size_t from, std::size_t to) {
-  const std::size_t words = words_bytes(world);
-  const std::size_t limit = limit_of(world, region_bytes);
-  const std::size_t begin = from == 0 ? 0 : words + from;
-  return {{begin, words + to - begin}, {words + limit + from, to - from}};
+std::vector<std::pair<std::size_t, std::size_t>> Channel::commit_ranges(int world,
+                                                                        std::size_t region_bytes,
+                                                                        std::size_t begin_bytes,
+                                                                        std::size_t end_bytes) {
+  const std::size_t pad_bytes = signal_pad_bytes(world);
+  const std::size_t max_capacity = compute_max_capacity(world, region_bytes);
+  const std::size_t begin = begin_bytes == 0 ? 0 : pad_bytes + begin_bytes;
+  return {{begin, pad_bytes + end_bytes - begin},
+          {pad_bytes + max_capacity + begin_bytes, end_bytes - begin_bytes}};
 }
 
 void Channel::grow(std::size_t capacity) {
-  if (capacity < capacity_ || capacity > limit_) {
+  if (capacity < capacity_ || capacity > max_capacity_) {
     throw std::invalid_argument("buffers of " + std::to_string(capacity_) +
                                 " bytes cannot grow to " + std::to_string(capacity) +
-                                " bytes: the limit is " + std::to_string(limit_));
+                                " bytes: the limit is " + std::to_string(max_capacity_));
   }
   capacity_ = capacity;
 }
@@ -123,13 +127,13 @@ Channel::Channel(std::shared_ptr<Arena> arena, int rank, std::vector<int> pidfds
       pidfds_(std::move(pidfds)),
       pids_(std::move(pids)),
       options_(std::move(options)),
-      patience_(options_.spin_us),
+      spin_budget_(options_.spin_us),
       epoch_(epoch),
-      limit_(limit_of(arena_->world(), arena_->region_bytes())),
+      max_capacity_(compute_max_capacity(arena_->world(), arena_->region_bytes())),
       capacity_(capacity),
       fork_generation_(fork_generation()) {
   const auto ranks = static_cast<std::size_t>(world());
-  held_.resize(ranks);
+  segments_read_.resize(ranks);
   if (options_.names.empty()) {
     options_.names.resize(ranks);
     std::iota(options_.names.begin(), options_.names.end(), 0);
@@ -139,9 +143,10 @@ Channel::Channel(std::shared_ptr<Arena> arena, int rank, std::vector<int> pidfds
     throw std::invalid_argument("rank, pidfds, pids or names do not match world_size=" +
                                 std::to_string(world()));
   }
-  if (capacity > limit_) {
+  if (capacity > max_capacity_) {
     throw std::invalid_argument("buffers of " + std::to_string(capacity) +
-                                " bytes exceed the region's limit of " + std::to_string(limit_));
+                                " bytes exceed the region's limit of " +
+                                std::to_string(max_capacity_));
   }
 }
 
@@ -160,12 +165,12 @@ Signal& Channel::signal(int rank, Phase phase, int index) const {
 }
 
 std::byte* Channel::buffer(int rank) const {
-  const int parity_used = chaos_ && chaos_->single_buffer ? 0 : parity();
-  return arena_->region(rank) + buffer_offset(parity_used);
+  const int buffer_parity = chaos_ && chaos_->single_buffer ? 0 : parity();
+  return arena_->region(rank) + buffer_offset(buffer_parity);
 }
 
-void Channel::begin(std::uint32_t signature, std::string_view text) {
-  if (forked()) fail_forked();
+void Channel::begin(std::uint32_t signature, std::string_view description) {
+  if (is_forked()) fail_forked();
   if (broken_) {
     throw Failure(FailureKind::kBroken, -1,
                   "this group is broken and cannot run more calls; create a new group. "
@@ -175,71 +180,71 @@ void Channel::begin(std::uint32_t signature, std::string_view text) {
   ++epoch_;
   signature_ = signature;
   CallSlot& slot = header(rank_).calls[parity()];
-  if (recorded_[parity()] != signature) {
-    slot.text.write(text);
-    recorded_[parity()] = signature;
+  if (slot_signatures_[parity()] != signature) {
+    slot.description.write(description);
+    slot_signatures_[parity()] = signature;
   }
   slot.segment.store(0, std::memory_order_relaxed);
-  calls_since_last_ = caller == 0 ? 0 : calls_since_last();
+  calls_since_last_ = caller_id == 0 ? 0 : calls_since_last();
   slot.calls_since_last.store(calls_since_last_, std::memory_order_relaxed);
-  slot.entered.word.store(word_of(signature_, epoch_), std::memory_order_seq_cst);
+  slot.entered.value.store(signal_value(signature_, epoch_), std::memory_order_seq_cst);
 }
 
-// Counts from this call of a thread that is told apart to its last one.
+// Returns how many calls ago this thread made its previous call, or kFirstCall.
 std::uint32_t Channel::calls_since_last() {
-  constexpr std::uint32_t kFirst = 0xFFFFFFFF;
-  constexpr std::size_t kMostThreads = 4096;  // remembered; one whose calls are forgotten is new
-  if (last_calls_.size() >= kMostThreads) last_calls_.clear();
-  const auto [last, is_first] = last_calls_.try_emplace(caller, epoch_);
-  const std::uint32_t since = is_first ? kFirst : epoch_ - last->second;
+  constexpr std::uint32_t kFirstCall = 0xFFFFFFFF;
+  constexpr std::size_t kMaxThreads = 4096;  // forgotten threads count as new
+  if (last_calls_.size() >= kMaxThreads) last_calls_.clear();
+  const auto [last, is_first] = last_calls_.try_emplace(caller_id, epoch_);
+  const std::uint32_t since = is_first ? kFirstCall : epoch_ - last->second;
   last->second = epoch_;
   return since;
 }
 
 void Channel::publish(Phase phase, int index) {
   if (chaos_) delay();
-  Signal& own = signal(rank_, phase, index);
-  own.word.store(word_of(signature_, epoch_), std::memory_order_seq_cst);
-  own.wake();
+  Signal& local_signal = signal(rank_, phase, index);
+  local_signal.value.store(signal_value(signature_, epoch_), std::memory_order_seq_cst);
+  local_signal.wake();
 }
 
 void Channel::add_segment(std::uint64_t id, std::weak_ptr<Arena> segment) {
   segments_[id] = std::move(segment);
 }
 
-void Channel::locate(std::uint64_t segment, std::size_t offset) {
+void Channel::set_location(std::uint64_t segment, std::size_t offset) {
   CallSlot& slot = header(rank_).calls[parity()];
   slot.offset.store(offset, std::memory_order_relaxed);
-  slot.segment.store(segment, std::memory_order_relaxed);  // ordered by the following publish
+  slot.segment.store(segment, std::memory_order_relaxed);  // ordered by the next publish
 }
 
-std::pair<std::uint64_t, std::size_t> Channel::located(int peer) const {
+std::pair<std::uint64_t, std::size_t> Channel::location(int peer) const {
   const CallSlot& slot = header(peer).calls[parity()];
   return {slot.segment.load(std::memory_order_relaxed),
           slot.offset.load(std::memory_order_relaxed)};
 }
 
-bool Channel::in_segment(int peer) const { return located(peer).first != 0; }
+bool Channel::in_segment(int peer) const { return location(peer).first != 0; }
 
-std::pair<std::shared_ptr<Arena>, std::size_t> Channel::segment_of(int peer,
-                                                                   std::size_t bytes) const {
-  const auto [id, offset] = located(peer);
+std::pair<std::shared_ptr<Arena>, std::size_t> Channel::peer_segment(int peer,
+                                                                     std::size_t bytes) const {
+  const auto [id, offset] = location(peer);
   if (id == 0) return {nullptr, 0};
-  const auto found = segments_.find(id);
-  auto segment = found == segments_.end() ? nullptr : found->second.lock();
+  const auto it = segments_.find(id);
+  auto segment = it == segments_.end() ? nullptr : it->second.lock();
   if (!segment || offset > segment->region_bytes() || bytes > segment->region_bytes() - offset) {
     fail(FailureKind::kMismatch, peer, name(peer),
-         "is in " + call_text(rank_) + ", to which " + peer_name(peer) +
+         "is in " + call_description(rank_) + ", to which " + peer_name(peer) +
              " passes a symmetric tensor that this rank has released");
   }
   return {std::move(segment), offset};
 }
 
 const std::byte* Channel::data(int peer, std::size_t bytes) {
-  auto [segment, offset] = segment_of(peer, bytes);
+  auto [segment, offset] = peer_segment(peer, bytes);
   if (!segment) return buffer(peer);
-  auto& held = held_[static_cast<std::size_t>(peer)] = std::move(segment);
-  return held->region(peer) + offset;
+  auto& read_segment = segments_read_[static_cast<std::size_t>(peer)] = std::move(segment);
+  return read_segment->region(peer) + offset;
 }
 
 void Channel::delay() const {
@@ -257,11 +262,11 @@ void Channel::delay() const {
 
 namespace {
 
-constexpr double kSlice = 0.02;  // s between checks of the peers while asleep
-// s between checks of words that the waiter cannot sleep on: at first, and after backing off.
-constexpr double kBlindSlice = 5e-4, kLongestBlindSlice = 5e-3;
+constexpr double kCheckInterval = 0.02;  // s between checks of the peers while asleep
+// s between checks of signals that the waiter cannot sleep on: initial and maximum.
+constexpr double kFallbackInterval = 5e-4, kMaxFallbackInterval = 5e-3;
 
-// Reports a wait to the callback of set_on_wait.
+// Reports a wait to the set_on_wait callback.
 class WaitReport {
  public:
   explicit WaitReport(const std::function<void(bool)>& on_wait) : on_wait_(on_wait) {
@@ -279,13 +284,13 @@ class WaitReport {
 
 }  // namespace
 
-bool Channel::arrived(int peer, const Signal& signal) const {
-  const std::uint64_t word = signal.word.load(std::memory_order_acquire);
-  if (word == word_of(signature_, epoch_)) {
+bool Channel::has_arrived(int peer, const Signal& signal) const {
+  const std::uint64_t value = signal.value.load(std::memory_order_acquire);
+  if (value == signal_value(signature_, epoch_)) {
     if (calls_since_last_ != 0) check_thread(peer);
     return true;
   }
-  if (epoch_of(word) == epoch_ && word != 0) check_mismatch(peer);
+  if (get_epoch(value) == epoch_ && value != 0) check_mismatch(peer);
   return false;
 }
 
@@ -294,7 +299,8 @@ void Channel::wait(int peer, Phase phase, int index) {
     delay();
     if (chaos_->skip_waits) return;
   }
-  if (peer != rank_ && !arrived(peer, signal(peer, phase, index))) block(&peer, 1, phase, index);
+  if (peer != rank_ && !has_arrived(peer, signal(peer, phase, index)))
+    block(&peer, 1, phase, index);
 }
 
 int Channel::wait_any(const std::vector<int>& peers, Phase phase, int index) {
@@ -304,34 +310,35 @@ int Channel::wait_any(const std::vector<int>& peers, Phase phase, int index) {
     if (chaos_->skip_waits) return peers.front();
   }
   for (const int peer : peers) {
-    if (peer == rank_ || arrived(peer, signal(peer, phase, index))) return peer;
+    if (peer == rank_ || has_arrived(peer, signal(peer, phase, index))) return peer;
   }
   return block(peers.data(), peers.size(), phase, index);
 }
 
 int Channel::block(const int* peers, std::size_t count, Phase phase, int index) {
-  int here = peers[0];
-  const auto look = [&] {
-    const int* const found = std::find_if(
-        peers, peers + count, [&](int peer) { return arrived(peer, signal(peer, phase, index)); });
-    if (found != peers + count) here = *found;
-    return found != peers + count;
+  int arrived_peer = peers[0];
+  const auto poll_peers = [&] {
+    const int* const signalled = std::find_if(peers, peers + count, [&](int peer) {
+      return has_arrived(peer, signal(peer, phase, index));
+    });
+    if (signalled != peers + count) arrived_peer = *signalled;
+    return signalled != peers + count;
   };
   const WaitReport report(on_wait_);
-  double blind_s = kBlindSlice;
-  wait_until(patience_, options_.yield_us, look, [&](double start_us) {
+  double fallback_s = kFallbackInterval;
+  wait_until(spin_budget_, options_.yield_us, poll_peers, [&](double start_us) {
     std::vector<Signal*> signals;
     for (std::size_t i = 0; i < count; ++i) signals.push_back(&signal(peers[i], phase, index));
-    sleep_on(signals, std::min(kSlice, options_.timeout_s), blind_s,
-             [&](std::uint64_t word) { return word == word_of(signature_, epoch_); });
-    blind_s = std::min(2 * blind_s, kLongestBlindSlice);
-    if (look()) return true;
+    sleep_on(signals, std::min(kCheckInterval, options_.timeout_s), fallback_s,
+             [&](std::uint64_t value) { return value == signal_value(signature_, epoch_); });
+    fallback_s = std::min(2 * fallback_s, kMaxFallbackInterval);
+    if (poll_peers()) return true;
     const double waited_s = (now_us() - start_us) / 1e6;
     for (std::size_t i = 0; i < count; ++i) check(peers[i], *signals[i], waited_s);
     if (const auto poll = std::atomic_load(&poll_)) (*poll)();
     return true;
   });
-  return here;
+  return arrived_peer;
 }
 
 void Channel::barrier() {
@@ -341,26 +348,26 @@ void Channel::barrier() {
 
 // Failure. The channel is broken from then on.
 
-// What a waiter checks while the word has not arrived: whether the peer is in the same call,
-// whether it has failed, whether it is alive, and whether time is left.
+// Checks of a waiter whose signal has not arrived. Throws if the peer is in a different call, has
+// failed or has exited, or if the wait has timed out.
 void Channel::check(int peer, const Signal& awaited, double waited_s) const {
-  if (forked()) fail_forked();
+  if (is_forked()) fail_forked();
   check_mismatch(peer);
-  const Header& theirs = header(peer);
-  if (const auto kind = static_cast<FailureKind>(theirs.fault.load(std::memory_order_acquire));
+  const Header& peer_header = header(peer);
+  if (const auto kind = static_cast<FailureKind>(peer_header.fault.load(std::memory_order_acquire));
       kind != FailureKind{}) {
-    if (arrived(peer, awaited)) return;  // published before it failed or left
-    const int culprit = theirs.culprit.load(std::memory_order_relaxed);
+    if (has_arrived(peer, awaited)) return;  // published before it failed or left
+    const int culprit = peer_header.culprit.load(std::memory_order_relaxed);
     if (kind == FailureKind::kMismatch && culprit != name(rank_)) {
       const auto& names = options_.names;
-      const auto found = std::find(names.begin(), names.end(), culprit);
-      if (found != names.end()) check_mismatch(static_cast<int>(found - names.begin()));
+      const auto it = std::find(names.begin(), names.end(), culprit);
+      if (it != names.end()) check_mismatch(static_cast<int>(it - names.begin()));
     }
     fail(kind, peer, culprit,
-         "waited for " + peer_name(peer) + ", which failed: " + theirs.fault_text.read());
+         "waited for " + peer_name(peer) + ", which failed: " + peer_header.fault_text.read());
   }
-  if (ended(peer)) {
-    if (arrived(peer, awaited)) return;  // published before it exited
+  if (has_exited(peer)) {
+    if (has_arrived(peer, awaited)) return;  // published before it exited
     fail(FailureKind::kPeerLost, peer, name(peer),
          "waited for " + peer_name(peer) + ", whose process has ended; " + progress(peer));
   }
@@ -374,38 +381,38 @@ void Channel::check(int peer, const Signal& awaited, double waited_s) const {
 }
 
 void Channel::end_read(int peer) {
-  held_[static_cast<std::size_t>(peer)] = nullptr;
+  segments_read_[static_cast<std::size_t>(peer)] = nullptr;
   fence_after_reads();
   check_fault(peer, "has read the memory of ");
   publish(Phase::kRead, peer);
 }
 
-void Channel::check_fault(int peer, const char* what) const {
-  const Header& theirs = header(peer);
-  const auto kind = static_cast<FailureKind>(theirs.fault.load(std::memory_order_acquire));
+void Channel::check_fault(int peer, const char* action) const {
+  const Header& peer_header = header(peer);
+  const auto kind = static_cast<FailureKind>(peer_header.fault.load(std::memory_order_acquire));
   if (kind == FailureKind{}) return;
-  fail(kind, peer, theirs.culprit.load(std::memory_order_relaxed),
-       what + peer_name(peer) + ", which has failed: " + theirs.fault_text.read());
+  fail(kind, peer, peer_header.culprit.load(std::memory_order_relaxed),
+       action + peer_name(peer) + ", which has failed: " + peer_header.fault_text.read());
 }
 
-bool Channel::ended(int peer) const {
+bool Channel::has_exited(int peer) const {
   pollfd life{pidfds_[static_cast<std::size_t>(peer)], POLLIN, 0};
   return life.fd >= 0 && ::poll(&life, 1, 0) == 1 && (life.revents & POLLIN) != 0;
 }
 
 void Channel::watch(Phase phase, double waited_s) const {
   for (int peer = 0; peer < world(); ++peer) {
-    const Signal& theirs = signal(peer, phase, 0);
-    if (peer != rank_ && !arrived(peer, theirs)) check(peer, theirs, waited_s);
+    const Signal& peer_signal = signal(peer, phase, 0);
+    if (peer != rank_ && !has_arrived(peer, peer_signal)) check(peer, peer_signal, waited_s);
   }
 }
 
 void Channel::check_peers() const {
-  if (forked()) fail_forked();
+  if (is_forked()) fail_forked();
   for (int peer = 0; peer < world(); ++peer) {
     if (peer == rank_) continue;
     check_fault(peer, "checked ");
-    if (ended(peer)) {
+    if (has_exited(peer)) {
       fail(FailureKind::kPeerLost, peer, name(peer),
            "found that the process of " + peer_name(peer) + " has ended");
     }
@@ -414,27 +421,27 @@ void Channel::check_peers() const {
 
 void Channel::check_mismatch(int peer) const {
   const std::uint64_t entered =
-      header(peer).calls[parity()].entered.word.load(std::memory_order_acquire);
-  if (epoch_of(entered) != epoch_ || entered == 0 || signature_of(entered) == signature_) return;
+      header(peer).calls[parity()].entered.value.load(std::memory_order_acquire);
+  if (get_epoch(entered) != epoch_ || entered == 0 || get_signature(entered) == signature_) return;
   fail(FailureKind::kMismatch, peer, name(peer),
-       "is in " + call_text(rank_) + ", but " + peer_name(peer) + " is in " + call_text(peer) +
-           ", both as call #" + std::to_string(epoch_) + " of the group");
+       "is in " + call_description(rank_) + ", but " + peer_name(peer) + " is in " +
+           call_description(peer) + ", both as call #" + std::to_string(epoch_) + " of the group");
 }
 
 void Channel::check_thread(int peer) const {
-  const std::uint32_t theirs =
+  const std::uint32_t peer_calls_since_last =
       header(peer).calls[parity()].calls_since_last.load(std::memory_order_relaxed);
-  if (theirs == 0 || theirs == calls_since_last_) return;
+  if (peer_calls_since_last == 0 || peer_calls_since_last == calls_since_last_) return;
   fail(FailureKind::kMismatch, peer, name(peer),
-       "is in " + call_text(rank_) + " as call #" + std::to_string(epoch_) + " of the group, but " +
-           peer_name(peer) +
+       "is in " + call_description(rank_) + " as call #" + std::to_string(epoch_) +
+           " of the group, but " + peer_name(peer) +
            " makes this call on a different thread: the threads that share a group must make their "
            "calls in the same order on all ranks, or use a separate group per thread");
 }
 
 void Channel::fail(FailureKind kind, int peer, int culprit, const std::string& what) const {
   std::string message = "rank " + std::to_string(name(rank_)) + " ";
-  const std::string call = call_text(rank_);  // empty before the first one
+  const std::string call = call_description(rank_);  // empty before the first call
   if (kind != FailureKind::kMismatch && !call.empty()) message = call + ": " + message;
   message += what;
   set_fault(kind, culprit, message);
@@ -445,20 +452,20 @@ void Channel::fail(FailureKind kind, int peer, int culprit, const std::string& w
 void Channel::set_fault(FailureKind kind, int culprit, const std::string& what) const {
   broken_ = true;
   broken_by_ = what;
-  if (forked()) return;  // the region belongs to the parent
-  Header& own = header(rank_);
-  own.fault_text.write(what);
-  own.culprit.store(culprit, std::memory_order_relaxed);
-  own.fault.store(static_cast<std::uint32_t>(kind), std::memory_order_release);
-  fence_before_overwrites();  // by the user, of what peers may still read in place
+  if (is_forked()) return;  // the region belongs to the parent
+  Header& local_header = header(rank_);
+  local_header.fault_text.write(what);
+  local_header.culprit.store(culprit, std::memory_order_relaxed);
+  local_header.fault.store(static_cast<std::uint32_t>(kind), std::memory_order_release);
+  fence_before_overwrites();  // peers may read user data in place
 }
 
-void Channel::abandon(const std::string& why, FailureKind kind, int culprit) {
+void Channel::abandon(const std::string& reason, FailureKind kind, int culprit) {
   if (broken_) return;
-  set_fault(kind, culprit < 0 ? name(rank_) : culprit, "it left the call with " + why);
+  set_fault(kind, culprit < 0 ? name(rank_) : culprit, "it left the call with " + reason);
 }
 
-bool Channel::forked() const { return fork_generation() != fork_generation_; }
+bool Channel::is_forked() const { return fork_generation() != fork_generation_; }
 
 void Channel::fail_forked() const {
   throw Failure(FailureKind::kBroken, -1,
@@ -466,7 +473,9 @@ void Channel::fail_forked() const {
                     " and cannot make calls in its group; create a new process group in the fork");
 }
 
-std::string Channel::call_text(int rank) const { return header(rank).calls[parity()].text.read(); }
+std::string Channel::call_description(int rank) const {
+  return header(rank).calls[parity()].description.read();
+}
 
 std::string Channel::peer_name(int rank) const {
   return "rank " + std::to_string(name(rank)) + " (pid " +
@@ -474,12 +483,12 @@ std::string Channel::peer_name(int rank) const {
 }
 
 std::string Channel::progress(int peer) const {
-  const Header& theirs = header(peer);
-  const std::uint32_t here = epoch_of(theirs.calls[parity()].entered.word.load());
-  const std::uint32_t before = epoch_of(theirs.calls[parity() ^ 1].entered.word.load());
+  const Header& peer_header = header(peer);
+  const std::uint32_t current = get_epoch(peer_header.calls[parity()].entered.value.load());
+  const std::uint32_t previous = get_epoch(peer_header.calls[parity() ^ 1].entered.value.load());
   const std::string expected = "expected call #" + std::to_string(epoch_) + ", ";
-  if (here == epoch_) return expected + "which it had begun but not completed";
-  return expected + "seen #" + std::to_string(before == epoch_ - 1 ? before : here);
+  if (current == epoch_) return expected + "which it had begun but not completed";
+  return expected + "seen #" + std::to_string(previous == epoch_ - 1 ? previous : current);
 }
 
 }  // namespace tpkernels::host

@@ -9,52 +9,53 @@
 namespace tpkernels::host {
 namespace {
 
-// Larger results leave the caches before anyone reads them: use streaming stores.
+// Larger results leave the caches before they are read: use streaming stores.
 constexpr std::size_t kStreamBytes = 8 << 20;
-constexpr std::size_t kStreamRun = 1024;  // bytes in a row; lines stored in part are slow
+constexpr std::size_t kStreamRun = 1024;  // minimum contiguous bytes: partial lines are slow
 
 std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
 std::size_t align_down(std::size_t bytes) { return bytes / 64 * 64; }
 
-void copy(std::byte* to, const std::byte* from, std::size_t bytes, bool stream) {
-  if (bytes == 0 || to == from) return;
+void copy(std::byte* dst, const std::byte* src, std::size_t bytes, bool stream) {
+  if (bytes == 0 || dst == src) return;
   if (stream && bytes >= kStreamRun) {
-    vector_unit().stream(to, from, bytes);
+    vector_unit().stream(dst, src, bytes);
   } else {
-    std::memcpy(to, from, bytes);
+    std::memcpy(dst, src, bytes);
   }
 }
 
-// Copies to where peers read it.
-void share(Channel& channel, std::byte* to, const std::byte* from, std::size_t bytes) {
+// Copies data into the local buffer for peers.
+void share(Channel& channel, std::byte* dst, const std::byte* src, std::size_t bytes) {
   Sharing& sharing = channel.sharing();
-  sharing.timed([&] { copy(to, from, bytes, sharing.past_caches()); });
+  sharing.timed([&] { copy(dst, src, bytes, sharing.streaming()); });
 }
 
-// How much of [0, total) the chunk [begin, begin + step) covers.
-std::size_t within(std::size_t total, std::size_t begin, std::size_t step) {
+// Size of the intersection of [0, total) and the chunk [begin, begin + step).
+std::size_t clip_to_chunk(std::size_t total, std::size_t begin, std::size_t step) {
   return begin >= total ? 0 : std::min(step, total - begin);
 }
 
-// Makes a call for each chunk of `bytes`, of which a rank stores up to `step` at a time. Calls
-// f(begin, whether it is the last).
+// Makes one call per chunk of up to `step` bytes. Calls f(begin, is_last) within each call.
 template <class F>
-void in_chunks(Channel& channel, const CallId& call, std::size_t bytes, std::size_t step, F&& f) {
+void for_each_chunk(Channel& channel, const CallId& call, std::size_t bytes, std::size_t step,
+                    F&& f) {
   const std::size_t chunks = std::max<std::size_t>(1, ceil_div(bytes, step));
   for (std::size_t c = 0; c < chunks; ++c) {
-    channel.begin(call.signature, call.text);
-    channel.sharing().begin(within(bytes, c * step, step));
+    channel.begin(call.signature, call.description);
+    channel.sharing().begin(clip_to_chunk(bytes, c * step, step));
     f(c * step, c + 1 == chunks);
   }
 }
 
-// Starts with the next rank, so that the ranks do not all read the same peer at once.
+// Starts with the next rank, so that the ranks do not read the same peer simultaneously.
 template <class F>
 void for_each_peer(const Channel& channel, F&& f) {
   for (int i = 1; i < channel.world(); ++i) f((channel.rank() + i) % channel.world());
 }
 
-// Ends the last chunk: a peer that read a symmetric tensor in place tells its owner so.
+// Ends the last chunk (invariant 4): sends `kRead` to the owners of symmetric tensors that this
+// rank has read, and waits for the readers of the local tensor.
 void release_sources(Channel& channel, const Source& in) {
   for_each_peer(channel, [&](int peer) {
     if (channel.in_segment(peer)) channel.end_read(peer);
@@ -63,7 +64,7 @@ void release_sources(Channel& channel, const Source& in) {
   for_each_peer(channel, [&](int peer) { channel.wait(peer, Phase::kRead, channel.rank()); });
 }
 
-// `outer` runs of `width` bytes, `pitch` apart: one rank's shard of a larger tensor.
+// A shard of a larger tensor: runs of `width` bytes, `pitch` bytes apart.
 struct Strided {
   std::byte* base;
   std::size_t width;
@@ -83,28 +84,28 @@ struct Strided {
     }
     for (std::size_t done = 0; done < bytes;) {
       const std::size_t run = (begin + done) / width;
-      const std::size_t at = (begin + done) % width;
-      const std::size_t n = std::min(bytes - done, width - at);
-      f(base + run * pitch + at, done, n);
+      const std::size_t offset = (begin + done) % width;
+      const std::size_t n = std::min(bytes - done, width - offset);
+      f(base + run * pitch + offset, done, n);
       done += n;
     }
   }
 };
 
-std::size_t rows(const ShardLayout& layout, int first, int last) {
+std::size_t count_rows(const ShardLayout& layout, int first, int last) {
   return std::accumulate(layout.sizes.begin() + first, layout.sizes.begin() + last, std::size_t{0});
 }
 
-// Offset in bytes of rank's shard within a block.
+// Byte offset of the shard of `rank` within a block.
 std::size_t shard_offset(const ShardLayout& layout, int rank, std::size_t element) {
-  return rows(layout, 0, rank) * layout.inner * element;
+  return count_rows(layout, 0, rank) * layout.inner * element;
 }
 
 Strided shard(std::byte* tensor, const ShardLayout& layout, int rank, std::size_t element) {
   const int world = static_cast<int>(layout.sizes.size());
   const std::size_t row = layout.inner * element;
-  const std::size_t width = rows(layout, rank, rank + 1) * row;
-  const std::size_t pitch = layout.outer == 1 ? width : rows(layout, 0, world) * row;
+  const std::size_t width = count_rows(layout, rank, rank + 1) * row;
+  const std::size_t pitch = layout.outer == 1 ? width : count_rows(layout, 0, world) * row;
   return {tensor + shard_offset(layout, rank, element), width, pitch};
 }
 
@@ -117,24 +118,25 @@ std::size_t largest_shard(const ShardLayout& layout, std::size_t element) {
          element;
 }
 
-// Bytes of each piece in a chunk, if a rank's buffer holds one for each rank.
-std::size_t step_of_pieces(const Channel& channel) {
-  const std::size_t room = channel.capacity() / static_cast<unsigned>(channel.world());
-  return std::max<std::size_t>(64, align_down(std::min(kChunkBytes, room)));
+// Chunk size in bytes if the buffer has one slot per rank.
+std::size_t slot_step(const Channel& channel) {
+  const std::size_t slot_bytes = channel.capacity() / static_cast<unsigned>(channel.world());
+  return std::max<std::size_t>(64, align_down(std::min(kChunkBytes, slot_bytes)));
 }
 
-// Writes the chunk [begin, begin + step) of the piece for `to_rank` to where that rank reads it.
-void pack(Channel& channel, std::byte* tensor, const ShardLayout& layout, int to_rank,
+// Copies the chunk [begin, begin + step) of the shard for `dst_rank` to its slot in the local
+// buffer.
+void pack(Channel& channel, std::byte* tensor, const ShardLayout& layout, int dst_rank,
           std::size_t begin, std::size_t step, std::size_t element) {
-  std::byte* piece = channel.buffer(channel.rank()) + static_cast<unsigned>(to_rank) * step;
-  const std::size_t n = within(shard_bytes(layout, to_rank, element), begin, step);
-  shard(tensor, layout, to_rank, element)
-      .for_range(begin, n, [&](std::byte* from, std::size_t at, std::size_t m) {
-        share(channel, piece + at, from, m);
+  std::byte* slot = channel.buffer(channel.rank()) + static_cast<unsigned>(dst_rank) * step;
+  const std::size_t n = clip_to_chunk(shard_bytes(layout, dst_rank, element), begin, step);
+  shard(tensor, layout, dst_rank, element)
+      .for_range(begin, n, [&](std::byte* src, std::size_t offset, std::size_t m) {
+        share(channel, slot + offset, src, m);
       });
 }
 
-// What follows a sum, for its elements from `first` on.
+// The epilogue of a sum for the elements from `first` on.
 Epilogue epilogue_from(Epilogue epilogue, std::size_t first) {
   if (epilogue.residual) {
     const auto* residual = static_cast<const std::byte*>(epilogue.residual);
@@ -143,7 +145,7 @@ Epilogue epilogue_from(Epilogue epilogue, std::size_t first) {
   return epilogue;
 }
 
-// Bytes of the sum that are normalised at a time: they are still in the L1 cache.
+// Bytes of the sum per RMSNorm step, which fit the L1 cache.
 constexpr std::size_t kNormBlockBytes = 8 << 10;
 
 // in: [outer, sizes[rank], inner]; out: [outer, sum(sizes), inner].
@@ -154,31 +156,31 @@ void all_gather(Channel& channel, const CallId& call, const Operands& operands,
   const ShardLayout& layout = shards.layout;
   const std::size_t element = size_of(operands.dtype);
   const int rank = channel.rank();
-  const std::size_t mine = shard_bytes(layout, rank, element);
+  const std::size_t local_bytes = shard_bytes(layout, rank, element);
   const std::size_t largest = largest_shard(layout, element);
   const std::size_t step = align_down(std::min(kChunkBytes, channel.capacity()));
   const bool stream = largest * layout.sizes.size() >= kStreamBytes;
-  in_chunks(channel, call, largest, step, [&](std::size_t begin, bool last) {
-    const std::size_t n = within(mine, begin, step);
+  for_each_chunk(channel, call, largest, step, [&](std::size_t begin, bool last) {
+    const std::size_t n = clip_to_chunk(local_bytes, begin, step);
     if (in.segment != 0) {
-      channel.locate(in.segment, in.offset + begin);
+      channel.set_location(in.segment, in.offset + begin);
     } else if (channel.world() > 1) {
       share(channel, channel.buffer(rank), in.data + begin, n);
     }
     channel.publish(Phase::kData);
     shard(out, layout, rank, element)
-        .for_range(begin, n, [&](std::byte* to, std::size_t at, std::size_t m) {
-          copy(to, in.data + begin + at, m, stream);
+        .for_range(begin, n, [&](std::byte* dst, std::size_t offset, std::size_t m) {
+          copy(dst, in.data + begin + offset, m, stream);
         });
     for_each_peer(channel, [&](int peer) {
       channel.wait(peer, Phase::kData);
-      const std::size_t theirs = within(shard_bytes(layout, peer, element), begin, step);
-      if (theirs == 0) return;  // its shard has ended, so the located offset is past the end
-      const std::byte* from = channel.data(peer, theirs);
+      const std::size_t peer_bytes = clip_to_chunk(shard_bytes(layout, peer, element), begin, step);
+      if (peer_bytes == 0) return;  // its shard has ended: the location is past the end
+      const std::byte* src = channel.data(peer, peer_bytes);
       channel.sharing().timed([&] {
         shard(out, layout, peer, element)
-            .for_range(begin, theirs, [&](std::byte* to, std::size_t at, std::size_t m) {
-              copy(to, from + at, m, stream);
+            .for_range(begin, peer_bytes, [&](std::byte* dst, std::size_t offset, std::size_t m) {
+              copy(dst, src + offset, m, stream);
             });
       });
     });
@@ -195,34 +197,36 @@ void reduce_scatter(Channel& channel, const CallId& call, const Operands& operan
   const std::size_t element = size_of(operands.dtype);
   const int world = channel.world();
   const int rank = channel.rank();
-  const std::size_t mine = shard_bytes(layout, rank, element);
+  const std::size_t local_bytes = shard_bytes(layout, rank, element);
   const std::size_t largest = largest_shard(layout, element);
-  const std::size_t step = step_of_pieces(channel);
+  const std::size_t step = slot_step(channel);
   // Peers read a symmetric tensor in place if its shards are contiguous.
   const bool in_place = in.segment != 0 && layout.outer == 1;
   auto* input = const_cast<std::byte*>(in.data);
-  in_chunks(channel, call, largest, step, [&](std::size_t begin, bool last) {
-    if (in_place) channel.locate(in.segment, in.offset);
+  for_each_chunk(channel, call, largest, step, [&](std::size_t begin, bool last) {
+    if (in_place) channel.set_location(in.segment, in.offset);
     for_each_peer(channel, [&](int peer) {
       if (!in_place) pack(channel, input, layout, peer, begin, step, element);
       channel.publish(Phase::kData, peer);
     });
-    const std::size_t n = within(mine, begin, step);
-    const Strided own = shard(input, layout, rank, element);
-    const bool own_in_place = own.contiguous_at(begin, n);
-    if (!own_in_place) pack(channel, input, layout, rank, begin, step, element);
+    const std::size_t n = clip_to_chunk(local_bytes, begin, step);
+    const Strided local_shard = shard(input, layout, rank, element);
+    const bool local_in_place = local_shard.contiguous_at(begin, n);
+    if (!local_in_place) pack(channel, input, layout, rank, begin, step, element);
     std::vector<const std::byte*> partials(static_cast<std::size_t>(world));
     for_each_peer(channel, [&](int peer) {
       channel.wait(peer, Phase::kData, rank);
-      const bool theirs_in_place = channel.in_segment(peer);
-      const std::size_t at = theirs_in_place ? shard_offset(layout, rank, element) + begin
-                                             : static_cast<unsigned>(rank) * step;
-      if (n != 0) partials[static_cast<std::size_t>(peer)] = channel.data(peer, at + n) + at;
+      const bool peer_in_place = channel.in_segment(peer);
+      const std::size_t offset = peer_in_place ? shard_offset(layout, rank, element) + begin
+                                               : static_cast<unsigned>(rank) * step;
+      if (n != 0)
+        partials[static_cast<std::size_t>(peer)] = channel.data(peer, offset + n) + offset;
     });
-    const std::byte*& ours = partials[static_cast<std::size_t>(rank)];
-    ours = channel.buffer(rank) + static_cast<unsigned>(rank) * step;
-    if (own_in_place) {
-      own.for_range(begin, n, [&](std::byte* from, std::size_t, std::size_t) { ours = from; });
+    const std::byte*& local_partial = partials[static_cast<std::size_t>(rank)];
+    local_partial = channel.buffer(rank) + static_cast<unsigned>(rank) * step;
+    if (local_in_place) {
+      local_shard.for_range(begin, n,
+                            [&](std::byte* src, std::size_t, std::size_t) { local_partial = src; });
     }
     const std::size_t first = begin / element;
     channel.sharing().timed([&] {
@@ -233,46 +237,47 @@ void reduce_scatter(Channel& channel, const CallId& call, const Operands& operan
   });
 }
 
-// in: [.., sum(given.sizes), ..], of which rank r gets its rows; out: [.., sum(taken.sizes), ..],
-// of which rank r has given its rows.
+// in: [.., sum(in_layout.sizes), ..], split by destination rank; out: [.., sum(out_layout.sizes),
+// ..], split by source rank.
 void all_to_all(Channel& channel, const CallId& call, const Operands& operands,
                 const Shards& shards) {
-  const ShardLayout& given = shards.layout;
-  const ShardLayout& taken = shards.taken;
+  const ShardLayout& in_layout = shards.layout;
+  const ShardLayout& out_layout = shards.out_layout;
   const std::size_t element = size_of(operands.dtype);
   const int rank = channel.rank();
-  const std::size_t step = step_of_pieces(channel);
+  const std::size_t step = slot_step(channel);
   auto* input = const_cast<std::byte*>(operands.in.data);
-  const std::size_t result = taken.outer * rows(taken, 0, channel.world()) * taken.inner;
+  const std::size_t result =
+      out_layout.outer * count_rows(out_layout, 0, channel.world()) * out_layout.inner;
   const bool stream = result * element >= kStreamBytes;
-  in_chunks(channel, call, shards.largest * element, step, [&](std::size_t begin, bool) {
-    // Copies a run of the piece from `peer`, from byte `at` of the piece on, to its places.
-    const auto place = [&](int peer, const std::byte* from, std::size_t at, std::size_t bytes) {
-      shard(operands.out, taken, peer, element)
-          .for_range(at, bytes, [&](std::byte* to, std::size_t done, std::size_t m) {
-            copy(to, from + done, m, stream);
+  for_each_chunk(channel, call, shards.largest * element, step, [&](std::size_t begin, bool) {
+    // Copies bytes [offset, offset + bytes) of the slice from `peer` to the output.
+    const auto unpack = [&](int peer, const std::byte* src, std::size_t offset, std::size_t bytes) {
+      shard(operands.out, out_layout, peer, element)
+          .for_range(offset, bytes, [&](std::byte* dst, std::size_t done, std::size_t m) {
+            copy(dst, src + done, m, stream);
           });
     };
     for_each_peer(channel, [&](int peer) {
-      pack(channel, input, given, peer, begin, step, element);
+      pack(channel, input, in_layout, peer, begin, step, element);
       channel.publish(Phase::kData, peer);
     });
-    shard(input, given, rank, element)
-        .for_range(begin, within(shard_bytes(given, rank, element), begin, step),
-                   [&](std::byte* from, std::size_t at, std::size_t m) {
-                     place(rank, from, begin + at, m);
+    shard(input, in_layout, rank, element)
+        .for_range(begin, clip_to_chunk(shard_bytes(in_layout, rank, element), begin, step),
+                   [&](std::byte* src, std::size_t offset, std::size_t m) {
+                     unpack(rank, src, begin + offset, m);
                    });
     for_each_peer(channel, [&](int peer) {
       channel.wait(peer, Phase::kData, rank);
-      const std::size_t n = within(shard_bytes(taken, peer, element), begin, step);
-      const std::byte* piece = channel.buffer(peer) + static_cast<unsigned>(rank) * step;
-      channel.sharing().timed([&] { place(peer, piece, begin, n); });
+      const std::size_t n = clip_to_chunk(shard_bytes(out_layout, peer, element), begin, step);
+      const std::byte* slot = channel.buffer(peer) + static_cast<unsigned>(rank) * step;
+      channel.sharing().timed([&] { unpack(peer, slot, begin, n); });
     });
   });
 }
 
-// in, out: `count` elements. They may be the same memory if `in.segment` is 0. `norm.out` gets the
-// rows of the result, normalised: by every rank all of them, while they are in its caches.
+// in, out: `count` elements. They may alias if `in.segment` is 0. If `norm.out` is set, every rank
+// normalises all rows of the result while they are in its caches.
 void all_reduce(Channel& channel, const CallId& call, const Operands& operands, const Shards&) {
   const Source& in = operands.in;
   std::byte* const out = operands.out;
@@ -283,69 +288,70 @@ void all_reduce(Channel& channel, const CallId& call, const Operands& operands, 
   const std::size_t out_element = size_of(epilogue.out_dtype);
   const auto world = static_cast<std::size_t>(channel.world());
   const auto rank = static_cast<std::size_t>(channel.rank());
-  // Two ranks move no more data in one step than in two, and one moves none.
+  // With at most two ranks, one-shot moves no more data than two-shot.
   const bool one_shot = count * element <= kOneShotBytes || world <= 2;
-  // A buffer holds a chunk of the input, followed by this rank's part of the result.
-  const std::size_t room = channel.capacity() * element / (element + out_element) - 128;
-  const std::size_t step = align_down(std::min(kChunkBytes * world, room)) / element;
+  // A buffer holds a chunk of the input, then the local slice of the result.
+  const std::size_t chunk_capacity = channel.capacity() * element / (element + out_element) - 128;
+  const std::size_t step = align_down(std::min(kChunkBytes * world, chunk_capacity)) / element;
   const bool stream = count * out_element >= kStreamBytes && !norm.out;
   std::vector<const std::byte*> partials(world);
-  std::size_t normalised = 0;  // rows
+  std::size_t normalised_rows = 0;
   const auto normalise = [&](std::size_t complete) {
     if (!norm.out) return;
-    const std::size_t first = std::exchange(normalised, complete / norm.cols);
-    normalise_rows(norm, out, epilogue.out_dtype, first, normalised);
+    const std::size_t first = std::exchange(normalised_rows, complete / norm.cols);
+    normalise_rows(norm, out, epilogue.out_dtype, first, normalised_rows);
   };
-  in_chunks(channel, call, count * element, step * element, [&](std::size_t begin, bool last) {
-    begin /= element;  // from here on in elements
-    const std::size_t n = within(count, begin, step);
-    // Parts are whole cache lines in either dtype.
-    const std::size_t part = one_shot ? n : ceil_div(ceil_div(n, world), 64) * 64;
-    const auto part_begin = [&](std::size_t r) { return std::min(n, r * part); };
-    const auto part_count = [&](std::size_t r) { return part_begin(r + 1) - part_begin(r); };
+  for_each_chunk(channel, call, count * element, step * element, [&](std::size_t begin, bool last) {
+    begin /= element;  // unit: elements
+    const std::size_t n = clip_to_chunk(count, begin, step);
+    // Slices are multiples of a cache line in both dtypes.
+    const std::size_t slice = one_shot ? n : ceil_div(ceil_div(n, world), 64) * 64;
+    const auto slice_begin = [&](std::size_t r) { return std::min(n, r * slice); };
+    const auto slice_count = [&](std::size_t r) { return slice_begin(r + 1) - slice_begin(r); };
     const std::byte* source = in.data + begin * element;
     std::byte* buffer = channel.buffer(channel.rank());
-    const std::size_t result_at = ceil_div(step * element, 64) * 64;
+    const std::size_t result_offset = ceil_div(step * element, 64) * 64;
     if (in.segment != 0) {
-      channel.locate(in.segment, in.offset + begin * element);
-    } else if (world == 1) {  // nobody reads it
+      channel.set_location(in.segment, in.offset + begin * element);
+    } else if (world == 1) {  // no peer reads the input
     } else if (one_shot) {
       share(channel, buffer, source, n * element);
-    } else {  // all but the part that only this rank reads
-      const std::size_t after = part_begin(rank + 1);
-      share(channel, buffer, source, part_begin(rank) * element);
-      share(channel, buffer + after * element, source + after * element, (n - after) * element);
+    } else {  // all slices except the local one
+      const std::size_t slice_end = slice_begin(rank + 1);
+      share(channel, buffer, source, slice_begin(rank) * element);
+      share(channel, buffer + slice_end * element, source + slice_end * element,
+            (n - slice_end) * element);
     }
     channel.publish(Phase::kData);
 
-    const std::size_t first = one_shot ? 0 : part_begin(rank);
-    const std::size_t length = one_shot ? n : part_count(rank);
+    const std::size_t first = one_shot ? 0 : slice_begin(rank);
+    const std::size_t local_count = one_shot ? n : slice_count(rank);
     for_each_peer(channel, [&](int peer) {
       channel.wait(peer, Phase::kData);
       partials[static_cast<std::size_t>(peer)] = channel.data(peer, n * element) + first * element;
     });
     partials[rank] = source + first * element;
-    std::byte* to = out + begin * out_element;
-    std::byte* own = to + first * out_element;
-    const std::size_t block = one_shot && norm.out ? kNormBlockBytes / out_element : length;
-    for (std::size_t at = 0; at < length; at += block) {
-      const std::size_t m = std::min(block, length - at);
-      const std::size_t begun = begin + first + at;
+    std::byte* dst = out + begin * out_element;
+    std::byte* local_result = dst + first * out_element;
+    const std::size_t block = one_shot && norm.out ? kNormBlockBytes / out_element : local_count;
+    for (std::size_t offset = 0; offset < local_count; offset += block) {
+      const std::size_t m = std::min(block, local_count - offset);
+      const std::size_t element_begin = begin + first + offset;
       channel.sharing().timed([&] {
-        sum_partials(own + at * out_element, partials, operands.dtype, begun, m,
-                     epilogue_from(epilogue, begun));
+        sum_partials(local_result + offset * out_element, partials, operands.dtype, element_begin,
+                     m, epilogue_from(epilogue, element_begin));
       });
       for (const std::byte*& partial : partials) partial += m * element;
-      if (one_shot) normalise(begin + at + m);
+      if (one_shot) normalise(begin + offset + m);
     }
     if (!one_shot) {
-      share(channel, buffer + result_at, own, length * out_element);
+      share(channel, buffer + result_offset, local_result, local_count * out_element);
       channel.publish(Phase::kResult);
       for_each_peer(channel, [&](int peer) {
         channel.wait(peer, Phase::kResult);
-        const auto theirs = static_cast<std::size_t>(peer);
-        copy(to + part_begin(theirs) * out_element, channel.buffer(peer) + result_at,
-             part_count(theirs) * out_element, stream);
+        const auto peer_index = static_cast<std::size_t>(peer);
+        copy(dst + slice_begin(peer_index) * out_element, channel.buffer(peer) + result_offset,
+             slice_count(peer_index) * out_element, stream);
       });
       normalise(begin + n);
     }
@@ -363,101 +369,108 @@ void dispatch(Channel& channel, const CallId& call, const Operands& operands,
   const std::size_t largest = *std::max_element(routing.tokens.begin(), routing.tokens.end());
   const std::size_t step =
       std::max<std::size_t>(1, std::min(kChunkBytes, channel.capacity()) / width);
-  // Calls f(token, the route's rank, its row) for `count` tokens of a rank from `begin` on, which
-  // has token 0.
-  const auto for_routes = [&](int of_rank, std::size_t begin, std::size_t count, auto&& f) {
-    const std::size_t first = (routing.first_token(of_rank) + begin) * routing.k;
+  // Calls f(token, rank, row) for each assignment of `count` tokens of `owner`, from token `begin`
+  // on. `token` is relative to `begin`. `rank` and `row` are the destination.
+  const auto for_each_assignment = [&](int owner, std::size_t begin, std::size_t count, auto&& f) {
+    const std::size_t first = (routing.first_token(owner) + begin) * routing.k;
     for (std::size_t i = 0; i < count * routing.k; ++i) {
-      f(i / routing.k, routing.rank[first + i], routing.row[first + i]);
+      f(i / routing.k, routing.expert_rank[first + i], routing.expert_row[first + i]);
     }
   };
-  in_chunks(channel, call, largest * width, step * width, [&](std::size_t begin, bool last) {
+  for_each_chunk(channel, call, largest * width, step * width, [&](std::size_t begin, bool last) {
     const std::size_t first = begin / width;
-    const auto tokens = [&](int of_rank) {
-      return within(routing.tokens[static_cast<std::size_t>(of_rank)], first, step);
+    const auto tokens = [&](int owner) {
+      return clip_to_chunk(routing.tokens[static_cast<std::size_t>(owner)], first, step);
     };
-    const auto take = [&](int from_rank, const std::byte* from) {
-      for_routes(from_rank, first, tokens(from_rank),
-                 [&](std::size_t token, int to_rank, std::size_t row) {
-                   if (to_rank != rank) return;
-                   std::memcpy(operands.out + row * width, from + token * width, width);
-                 });
+    const auto copy_rows = [&](int src_rank, const std::byte* src) {
+      for_each_assignment(src_rank, first, tokens(src_rank),
+                          [&](std::size_t token, int dst_rank, std::size_t row) {
+                            if (dst_rank != rank) return;
+                            std::memcpy(operands.out + row * width, src + token * width, width);
+                          });
     };
     if (in.segment != 0) {
-      channel.locate(in.segment, in.offset + begin);
+      channel.set_location(in.segment, in.offset + begin);
     } else {
-      std::size_t shared = 0;  // tokens before this one that were looked at
-      for_routes(rank, first, tokens(rank), [&](std::size_t token, int to_rank, std::size_t) {
-        if (to_rank == rank || token < shared) return;
-        const std::size_t at = token * width;
-        share(channel, channel.buffer(rank) + at, in.data + begin + at, width);
-        shared = token + 1;
-      });
+      std::size_t next_token = 0;  // one past the last token that was copied
+      for_each_assignment(
+          rank, first, tokens(rank), [&](std::size_t token, int dst_rank, std::size_t) {
+            if (dst_rank == rank || token < next_token) return;
+            const std::size_t offset = token * width;
+            share(channel, channel.buffer(rank) + offset, in.data + begin + offset, width);
+            next_token = token + 1;
+          });
     }
     channel.publish(Phase::kData);
-    take(rank, in.data + begin);
+    copy_rows(rank, in.data + begin);
     for_each_peer(channel, [&](int peer) {
       channel.wait(peer, Phase::kData);
-      const std::size_t theirs = tokens(peer);
-      if (theirs == 0) return;  // the located offset is past the end
-      const std::byte* const from = channel.data(peer, theirs * width);
-      channel.sharing().timed([&] { take(peer, from); });
+      const std::size_t peer_tokens = tokens(peer);
+      if (peer_tokens == 0) return;  // the location is past the end
+      const std::byte* const src = channel.data(peer, peer_tokens * width);
+      channel.sharing().timed([&] { copy_rows(peer, src); });
     });
     if (last) release_sources(channel, in);
   });
 }
 
-// in: [rows[rank], inner]; out: [tokens[rank], inner], of each token the sum of its routes' rows,
-// by weight and in the order of its slots. A chunk has as many tokens of each rank. A rank's buffer
-// has the rows for its peers' tokens one after another, in the order of the tokens of all ranks.
+// in: [rows[rank], inner]; out: [tokens[rank], inner], for each token the weighted sum of its k
+// rows in slot order. A chunk has up to `step` tokens of every rank. The buffer of a rank
+// contains its rows for the tokens of peers, in the order of the tokens of all ranks.
 void combine(Channel& channel, const CallId& call, const Operands& operands, const Shards& shards) {
   const Routing& routing = *operands.routing;
   const std::size_t element = size_of(operands.dtype), k = routing.k;
   const std::size_t width = shards.layout.inner * element;
   const int world = channel.world(), rank = channel.rank();
   const std::size_t largest = *std::max_element(routing.tokens.begin(), routing.tokens.end());
-  const std::size_t room = std::min(kChunkBytes * static_cast<unsigned>(world), channel.capacity());
-  const std::size_t most = static_cast<unsigned>(world) * k * width;  // for a token of each rank
-  const std::size_t step = std::max<std::size_t>(1, room / most);
-  const std::size_t weight = operands.dtype == DType::kF64 ? 8 : 4;
-  std::vector<const std::byte*> sources(std::min(step, largest) * k);  // of this rank's tokens
-  std::vector<std::size_t> next(static_cast<std::size_t>(world));      // row in a rank's buffer
-  in_chunks(channel, call, largest * most, step * most, [&](std::size_t begin, bool) {
-    const std::size_t first = begin / most;
-    const auto tokens = [&](int of_rank) {
-      return within(routing.tokens[static_cast<std::size_t>(of_rank)], first, step);
-    };
-    std::fill(next.begin(), next.end(), std::size_t{0});
-    for (int owner = 0; owner < world; ++owner) {
-      const std::size_t at = (routing.first_token(owner) + first) * k;
-      for (std::size_t i = 0; i < tokens(owner) * k; ++i) {
-        const int holder = routing.rank[at + i];
-        const std::byte* const own = operands.in.data + routing.row[at + i] * width;
-        if (holder == owner) {
-          if (owner == rank) sources[i] = own;
-          continue;
+  const std::size_t capacity =
+      std::min(kChunkBytes * static_cast<unsigned>(world), channel.capacity());
+  // Maximum bytes in the buffer of a rank for one token of every rank.
+  const std::size_t round_bytes = static_cast<unsigned>(world) * k * width;
+  const std::size_t step = std::max<std::size_t>(1, capacity / round_bytes);
+  const std::size_t weight_bytes = operands.dtype == DType::kF64 ? 8 : 4;
+  std::vector<const std::byte*> sources(std::min(step, largest) * k);  // rows of local tokens
+  std::vector<std::size_t> next(static_cast<std::size_t>(world));  // next row in each rank's buffer
+  for_each_chunk(
+      channel, call, largest * round_bytes, step * round_bytes, [&](std::size_t begin, bool) {
+        const std::size_t first = begin / round_bytes;
+        const auto tokens = [&](int owner_rank) {
+          return clip_to_chunk(routing.tokens[static_cast<std::size_t>(owner_rank)], first, step);
+        };
+        std::fill(next.begin(), next.end(), std::size_t{0});
+        for (int owner = 0; owner < world; ++owner) {
+          const std::size_t index = (routing.first_token(owner) + first) * k;
+          for (std::size_t i = 0; i < tokens(owner) * k; ++i) {
+            const int expert_rank = routing.expert_rank[index + i];
+            const std::byte* const local_row =
+                operands.in.data + routing.expert_row[index + i] * width;
+            if (expert_rank == owner) {
+              if (owner == rank) sources[i] = local_row;
+              continue;
+            }
+            const std::size_t offset = next[static_cast<std::size_t>(expert_rank)]++ * width;
+            if (expert_rank == rank)
+              share(channel, channel.buffer(rank) + offset, local_row, width);
+            if (owner == rank) sources[i] = channel.buffer(expert_rank) + offset;
+          }
         }
-        const std::size_t place = next[static_cast<std::size_t>(holder)]++ * width;
-        if (holder == rank) share(channel, channel.buffer(rank) + place, own, width);
-        if (owner == rank) sources[i] = channel.buffer(holder) + place;
-      }
-    }
-    channel.publish(Phase::kData);
-    for_each_peer(channel, [&](int peer) { channel.wait(peer, Phase::kData); });
-    channel.sharing().timed([&] {
-      for (std::size_t token = 0; token < tokens(rank); ++token) {
-        const std::size_t at = first + token;
-        weigh(operands.out + at * width, &sources[token * k], operands.weights + at * k * weight, k,
-              operands.dtype, shards.layout.inner);
-      }
-    });
-  });
+        channel.publish(Phase::kData);
+        for_each_peer(channel, [&](int peer) { channel.wait(peer, Phase::kData); });
+        channel.sharing().timed([&] {
+          for (std::size_t token = 0; token < tokens(rank); ++token) {
+            const std::size_t index = first + token;
+            weighted_sum(operands.out + index * width, &sources[token * k],
+                         operands.weights + index * k * weight_bytes, k, operands.dtype,
+                         shards.layout.inner);
+          }
+        });
+      });
 }
 
 struct Entry {
   std::string_view name;
   Collective run;
-  int layouts;  // that it needs
+  int num_layouts;  // required shard layouts
 };
 
 constexpr Entry kCollectives[] = {
@@ -468,12 +481,12 @@ constexpr Entry kCollectives[] = {
 }  // namespace
 
 Collective collective(std::string_view name, const Shards& shards) {
-  const int layouts = int{!shards.layout.sizes.empty()} + int{!shards.taken.sizes.empty()};
+  const int num_layouts = int{!shards.layout.sizes.empty()} + int{!shards.out_layout.sizes.empty()};
   for (const Entry& entry : kCollectives) {
-    if (entry.name == name && layouts == entry.layouts) return entry.run;
+    if (entry.name == name && num_layouts == entry.num_layouts) return entry.run;
   }
   throw std::invalid_argument("unknown collective '" + std::string(name) + "' with " +
-                              std::to_string(layouts) + " shard layouts");
+                              std::to_string(num_layouts) + " shard layouts");
 }
 
 }  // namespace tpkernels::host

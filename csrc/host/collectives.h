@@ -1,22 +1,29 @@
 // Problem: all-gather, reduce-scatter, all-to-all and all-reduce of CPU tensors over a channel, and
-// dispatch and combine of the tokens of experts.
+// MoE dispatch and combine.
 //
-// Algorithm: data moves in chunks. Each chunk is one call of the channel (one epoch). So the
-// channel's proof covers it, and the two data buffers are all the memory needed, however large the
-// tensors.
-//   all_gather       Write own chunk; copy every peer's chunk out.
-//   reduce_scatter   For each peer, write its piece of own partial; sum the pieces for this rank.
-//   all_to_all       For each peer, write its piece of own shard; copy the peers' pieces out.
-//   all_reduce       One-shot (small, or two ranks): write own chunk; every rank sums all of it.
-//                    Two-shot: write own chunk; sum this rank's 1/W of it and write the result;
-//                    copy the peers' results out. Either way every rank normalises all rows by
-//                    itself, if asked to (benchmarks/results/cpu-2core-rms-norm.md).
-//   dispatch         Write own tokens that peers take; copy every peer's to the rows that they are.
-//   combine          For each peer, write the rows of its tokens; sum each token's k rows by
-//   weight.
-// Sums run over ranks 0..W-1 in fp32 and round once, so both all-reduces give the same bits on
-// every rank. Peers read input in a symmetric tensor in place. The last chunk then ends with a word
-// from each of them (`kRead`), after which the memory is the user's again.
+// Algorithm: data moves in chunks. Each chunk is one call of the channel (one epoch).
+//   all_gather       Write the local chunk; copy the chunk of every peer.
+//   reduce_scatter   For each peer, write its slice of the local partial; sum the slices for this
+//                    rank.
+//   all_to_all       For each peer, write its slice of the local shard; copy the slices of peers.
+//   all_reduce       One-shot (small, or two ranks): write the local chunk; every rank sums the
+//                    full chunks. Two-shot: write the local chunk; sum 1/W of it and write the
+//                    result; copy the results of the peers. In both, every rank applies RMSNorm to
+//                    all rows, if requested (benchmarks/results/cpu-2core-rms-norm.md).
+//   dispatch         Write the local tokens that peers need; copy tokens of peers to their rows.
+//   combine          For each peer, write the rows of its tokens; for each local token, compute the
+//                    weighted sum of its k rows.
+//
+// Invariant 1 (safe reads): a chunk is a call, so the invariants of the channel cover it.
+//
+// Invariant 2 (bounded memory): two data buffers suffice for tensors of any size, because a chunk
+// never exceeds a buffer.
+//
+// Invariant 3 (bitwise identical): sums run over ranks 0..W-1 in fp32 and round once. So one-shot
+// and two-shot results are bitwise identical, on every rank.
+//
+// Invariant 4 (symmetric tensors): peers read input in a symmetric tensor in place. The last chunk
+// ends with a `kRead` signal from every peer. The user may write to the tensor after that.
 #pragma once
 
 #include <cstddef>
@@ -32,45 +39,45 @@
 
 namespace tpkernels::host {
 
-// Identifies a call to the peers.
+// Signature and description of a call, as in `Channel::begin`.
 struct CallId {
   std::uint32_t signature;
-  std::string_view text;
+  std::string_view description;
 };
 
-// This rank's input. If it lies in a segment (0: none), `offset` is its offset in this rank's
-// region.
+// Input of this rank. `segment` is 0 if the input is not in a segment. Otherwise `offset` is its
+// offset within the region of this rank.
 struct Source {
   const std::byte* data;
   std::uint64_t segment = 0;
   std::size_t offset = 0;
 };
 
-// Which memory of this process lies in symmetric tensors that users made. Under the GIL.
+// Registry of the symmetric tensors that the user created in this process. Requires the GIL.
 class Segments {
  public:
-  // The identity of a new segment, the same on all ranks, with this rank's region of it.
+  // Registers the region of this rank in a new segment. Returns its identity, equal on all ranks.
   std::uint64_t add(std::uintptr_t address, std::size_t bytes) {
-    living_[address] = {++made_, bytes};
-    return made_;
+    segments_[address] = {++count_, bytes};
+    return count_;
   }
 
   void forget(std::uint64_t identity) {
-    for (auto it = living_.begin(); it != living_.end(); ++it) {
+    for (auto it = segments_.begin(); it != segments_.end(); ++it) {
       if (it->second.identity == identity) {
-        living_.erase(it);
+        segments_.erase(it);
         return;
       }
     }
   }
 
-  void clear() { living_.clear(); }
-  std::size_t size() const { return living_.size(); }
+  void clear() { segments_.clear(); }
+  std::size_t size() const { return segments_.size(); }
 
-  // (identity, offset in bytes) of memory that lies in a segment; identity 0 where it does not.
+  // Returns (identity, offset in bytes) of the memory. Identity 0: the memory is not in a segment.
   std::pair<std::uint64_t, std::size_t> locate(std::uintptr_t address, std::size_t bytes) const {
-    auto it = living_.upper_bound(address);
-    if (it == living_.begin()) return {0, 0};
+    auto it = segments_.upper_bound(address);
+    if (it == segments_.begin()) return {0, 0};
     --it;
     const std::size_t offset = address - it->first;
     if (bytes > it->second.bytes || offset > it->second.bytes - bytes) return {0, 0};
@@ -82,12 +89,12 @@ class Segments {
     std::uint64_t identity;
     std::size_t bytes;
   };
-  std::uint64_t made_ = 0;
-  std::map<std::uintptr_t, Segment> living_;  // by address
+  std::uint64_t count_ = 0;
+  std::map<std::uintptr_t, Segment> segments_;  // by address
 };
 
-// A tensor viewed along the dim that is gathered or scattered: `outer` blocks of `sum(sizes)` rows
-// of `inner` elements each. Rank r's shard is `sizes[r]` rows of every block.
+// A tensor viewed along the gathered or scattered dim: `outer` blocks of `sum(sizes)` rows of
+// `inner` elements. The shard of rank r is `sizes[r]` rows of every block.
 struct ShardLayout {
   std::size_t outer;
   std::size_t inner;
@@ -99,29 +106,30 @@ struct ShardLayout {
 inline constexpr std::size_t kOneShotBytes = 16 << 10;
 inline constexpr std::size_t kChunkBytes = 512 << 10;
 
-// What a call gives a collective.
+// Arguments of a collective.
 struct Operands {
   Source in;
   std::byte* out;
   std::size_t count;  // elements of the input
-  DType dtype;        // of the input, as the ranks exchange it
-  Epilogue epilogue;  // what follows a sum
+  DType dtype;        // dtype of the input, and communication dtype
+  Epilogue epilogue;  // applied after a sum
   RmsNorm norm{};
-  const Routing* routing = nullptr;    // of dispatch and combine
-  const std::byte* weights = nullptr;  // of combine: [tokens, k] in fp32, or fp64
+  const Routing* routing = nullptr;    // for dispatch and combine
+  const std::byte* weights = nullptr;  // for combine: [tokens, k], fp64 for fp64 rows, else fp32
 };
 
-// How the ranks split what they exchange; for a collective of whole tensors empty.
+// Shard layouts of a collective. Empty for an all-reduce. Dispatch and combine use only
+// `layout.inner`, the elements of a row.
 struct Shards {
-  ShardLayout layout{};     // of the gathered or scattered tensor
-  ShardLayout taken{};      // an exchange has another layout after it; `layout` is that before it
-  std::size_t largest = 0;  // elements of the largest piece of an exchange, the same on all ranks
+  ShardLayout layout{};      // gathered or scattered tensor; input of an all-to-all
+  ShardLayout out_layout{};  // output of an all-to-all
+  std::size_t largest = 0;   // all-to-all: elements of the largest slice over all ranks
 };
 
 using Collective = void (*)(Channel&, const CallId&, const Operands&, const Shards&);
 
-// One of those that collectives.cpp lists. Throws std::invalid_argument if there is none of that
-// name, or if `shards` lacks a layout that it needs.
+// Returns the collective with this name. Throws std::invalid_argument if the name is unknown or
+// `shards` lacks a required layout.
 Collective collective(std::string_view name, const Shards& shards);
 
 }  // namespace tpkernels::host

@@ -21,40 +21,40 @@ namespace {
 
 }  // namespace
 
-Routing::Routing(const void* experts, bool wide, std::size_t k, std::vector<std::size_t> tokens,
-                 const std::vector<std::size_t>& held)
-    : k(k), tokens(std::move(tokens)), rows(held.size()) {
-  std::vector<int> holder;  // of each expert
-  for (std::size_t r = 0; r < held.size(); ++r) {
-    holder.insert(holder.end(), held[r], static_cast<int>(r));
+Routing::Routing(const void* experts, bool int64_ids, std::size_t k,
+                 std::vector<std::size_t> tokens, const std::vector<std::size_t>& experts_per_rank)
+    : k(k), tokens(std::move(tokens)), rows(experts_per_rank.size()) {
+  std::vector<int> rank_of_expert;
+  for (std::size_t r = 0; r < experts_per_rank.size(); ++r) {
+    rank_of_expert.insert(rank_of_expert.end(), experts_per_rank[r], static_cast<int>(r));
   }
-  counts.resize(holder.size());
-  const std::size_t routes = first_token(static_cast<int>(this->tokens.size())) * k;
-  rank.resize(routes);
-  row.resize(routes);
-  const auto expert_of = [&](std::size_t route) {
-    const long long expert = wide ? static_cast<const std::int64_t*>(experts)[route]
-                                  : static_cast<const std::int32_t*>(experts)[route];
+  counts.resize(rank_of_expert.size());
+  const std::size_t assignments = first_token(static_cast<int>(this->tokens.size())) * k;
+  expert_rank.resize(assignments);
+  expert_row.resize(assignments);
+  const auto get_expert = [&](std::size_t assignment) {
+    const long long expert = int64_ids ? static_cast<const std::int64_t*>(experts)[assignment]
+                                       : static_cast<const std::int32_t*>(experts)[assignment];
     if (expert < 0 || static_cast<std::size_t>(expert) >= counts.size()) {
-      refuse(route / k, route % k, expert, counts.size(), this->tokens);
+      refuse(assignment / k, assignment % k, expert, counts.size(), this->tokens);
     }
     return static_cast<std::size_t>(expert);
   };
-  for (std::size_t i = 0; i < routes; ++i) ++counts[expert_of(i)];
-  std::vector<std::size_t> next(counts.size());  // row of each expert
+  for (std::size_t i = 0; i < assignments; ++i) ++counts[get_expert(i)];
+  std::vector<std::size_t> next(counts.size());  // next row of each expert
   for (std::size_t e = 0; e < counts.size(); ++e) {
-    std::size_t& taken = rows[static_cast<std::size_t>(holder[e])];
-    next[e] = std::exchange(taken, taken + counts[e]);
+    std::size_t& num_rows = rows[static_cast<std::size_t>(rank_of_expert[e])];
+    next[e] = std::exchange(num_rows, num_rows + counts[e]);
   }
-  for (std::size_t i = 0; i < routes; ++i) {
-    const std::size_t expert = expert_of(i);
-    rank[i] = holder[expert];
-    row[i] = next[expert]++;
+  for (std::size_t i = 0; i < assignments; ++i) {
+    const std::size_t expert = get_expert(i);
+    expert_rank[i] = rank_of_expert[expert];
+    expert_row[i] = next[expert]++;
   }
 }
 
-std::size_t Routing::first_token(int of_rank) const {
-  return std::accumulate(tokens.begin(), tokens.begin() + of_rank, std::size_t{0});
+std::size_t Routing::first_token(int owner) const {
+  return std::accumulate(tokens.begin(), tokens.begin() + owner, std::size_t{0});
 }
 
 }  // namespace tpkernels::host

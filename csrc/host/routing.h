@@ -1,10 +1,11 @@
-// Problem: tokens go to the experts that a router chose for them, which several ranks hold, and
-// what the experts make of them comes back.
+// Problem: MoE dispatch sends tokens to the ranks of their experts. Combine returns the expert
+// outputs.
 //
-// Algorithm: every rank knows the routes of all tokens, from a small all-gather. A route is one of
-// a token's k choices: (token, slot) -> expert. Each rank holds a block of consecutive experts and
-// has a row for each route to them: by expert, and within one by token and slot. So every rank can
-// tell where each row of every rank comes from and goes to, and no counts travel.
+// Algorithm: a small all-gather provides the expert ids of all tokens to every rank. An assignment
+// is one of the k choices of a token: (token, slot) -> expert. Each rank holds a block of
+// consecutive experts. It has one row per assignment to them, sorted by expert, then by token and
+// slot. So every rank computes the source and the destination of all rows, without an exchange of
+// counts.
 #pragma once
 
 #include <cstddef>
@@ -13,20 +14,21 @@
 namespace tpkernels::host {
 
 struct Routing {
-  // `experts` has the expert of each route, [tokens, k], of int32 or (`wide`) int64: of the tokens
-  // of all ranks, in rank order. The ranks have `tokens[r]` tokens and `held[r]` experts. Throws
-  // std::invalid_argument for an expert that there is not.
-  Routing(const void* experts, bool wide, std::size_t k, std::vector<std::size_t> tokens,
-          const std::vector<std::size_t>& held);
+  // experts: [sum(tokens), k] expert ids of the tokens of all ranks in rank order; int32, or int64
+  // if `int64_ids`. Rank r has `tokens[r]` tokens and `experts_per_rank[r]` experts. Throws
+  // std::invalid_argument if an expert id is out of range.
+  Routing(const void* experts, bool int64_ids, std::size_t k, std::vector<std::size_t> tokens,
+          const std::vector<std::size_t>& experts_per_rank);
 
-  std::size_t first_token(int of_rank) const;
+  // Index of the first token of rank `owner`.
+  std::size_t first_token(int owner) const;
 
   std::size_t k;
-  std::vector<std::size_t> tokens;  // of each rank
-  std::vector<std::size_t> counts;  // rows of each expert
-  std::vector<std::size_t> rows;    // of each rank
-  std::vector<int> rank;            // that has the expert of each route
-  std::vector<std::size_t> row;     // of each route, among that rank's
+  std::vector<std::size_t> tokens;      // tokens per rank
+  std::vector<std::size_t> counts;      // rows per expert
+  std::vector<std::size_t> rows;        // rows per rank
+  std::vector<int> expert_rank;         // per assignment: rank that holds its expert
+  std::vector<std::size_t> expert_row;  // per assignment: row on that rank
 };
 
 }  // namespace tpkernels::host

@@ -1,15 +1,19 @@
-// Whether data that peers read is stored to the cache or past it.
+// Choice between cached and streaming (non-temporal) stores for data that peers read.
 //
-// Where two cores share a cache, the way through it is the fastest for large data. Where they do
-// not, a line that is in another core's cache is slow to read and slow to overwrite. A virtual
-// machine may have either, and may be moved from one to the other at any time. All-reduce of 2
-// ranks, AMD EPYC Zen 4, 2 virtual cores, 2026-11-22, stored to the cache / past it: 64 KB
-// 14.7 / 10.6 us, 256 KB 49 / 32 us, 1 MB 60 / 93 us, 32 MB 4.1 / 5.7 ms at one moment; 256 KB
-// 169 / 28 us, 1 MB 0.61 / 0.08 ms, 32 MB 19 / 4.1 ms at another.
+// If two cores share a cache, cached stores are faster for large data. If they do not, a line in
+// the cache of a different core is slow to read and slow to overwrite. A virtual machine may have
+// either topology, and may migrate between them at any time.
 //
-// So medium data goes past the caches, and large data where the way through them was slow the last
-// time. Every kEvery large chunks one takes it and is measured. The ranks count the same chunks, so
-// they measure the same one. The choice is each rank's own: it affects times only.
+// All-reduce of 2 ranks, AMD EPYC Zen 4, 2 virtual cores, 2026-11-22, cached / streaming stores, at
+// two different times:
+//            64 KB           256 KB        1 MB              32 MB
+//   time 1   14.7 / 10.6 us  49 / 32 us    60 / 93 us        4.1 / 5.7 ms
+//   time 2                   169 / 28 us   0.61 / 0.08 ms    19 / 4.1 ms
+//
+// So medium chunks use streaming stores. Large chunks use them if cached stores were slow in the
+// last sample: one of kSampleInterval large chunks uses cached stores and is timed. All ranks count
+// the same chunks, so they sample the same chunk. Each rank decides separately: this affects only
+// speed.
 #pragma once
 
 #include <chrono>
@@ -19,43 +23,44 @@ namespace tpkernels::host {
 
 class Sharing {
  public:
-  static constexpr std::size_t kMedium = 8 << 10;   // bytes of a chunk
-  static constexpr std::size_t kLarge = 512 << 10;  // and of what is measured
-  static constexpr unsigned kEvery = 64;
-  static constexpr double kSlow = 5e9;  // bytes per second; above: 1.7e9, and 8e9 to 17e9
+  // Minimum sizes of medium and large chunks. Only large chunks are sampled.
+  static constexpr std::size_t kMediumBytes = 8 << 10;
+  static constexpr std::size_t kLargeBytes = 512 << 10;
+  static constexpr unsigned kSampleInterval = 64;
+  static constexpr double kMinBandwidth = 5e9;  // bytes/s; the table has 1.7e9 and 8e9 to 17e9
 
-  // Begins a chunk, of which the largest rank stores `bytes`.
+  // Begins a chunk. `bytes`: the most that any rank stores.
   void begin(std::size_t bytes) {
-    if (measured_) slow_ = static_cast<double>(bytes_) < kSlow * seconds_;
-    measured_ = bytes >= kLarge && chunks_++ % kEvery == kFirst;
-    past_caches_ = bytes >= kMedium && !measured_ && (bytes < kLarge || slow_);
+    if (measured_) slow_ = static_cast<double>(bytes_) < kMinBandwidth * seconds_;
+    measured_ = bytes >= kLargeBytes && chunks_++ % kSampleInterval == kFirstSample;
+    streaming_ = bytes >= kMediumBytes && !measured_ && (bytes < kLargeBytes || slow_);
     bytes_ = bytes;
     seconds_ = 0;
   }
 
-  // Whether to store past the caches what peers are to read.
-  bool past_caches() const { return past_caches_; }
+  // Whether data for peers uses streaming stores.
+  bool streaming() const { return streaming_; }
 
-  // Calls `move`, which stores data for peers or reads theirs.
+  // Calls `move`. It stores data for peers or reads the data of peers.
   template <class Move>
   void timed(Move&& move) {
     if (!measured_) return move();
     const auto begin = std::chrono::steady_clock::now();
     move();
-    took(std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
+    add_time(std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
   }
 
-  void took(double seconds) { seconds_ += seconds; }
+  void add_time(double seconds) { seconds_ += seconds; }
 
  private:
-  static constexpr unsigned kFirst = 4;  // those before have touched the pages
+  static constexpr unsigned kFirstSample = 4;  // earlier chunks touch the pages for the first time
 
-  unsigned chunks_ = 0;  // large ones
-  bool slow_ = true;     // until it is known
+  unsigned chunks_ = 0;  // number of large chunks
+  bool slow_ = true;     // whether cached stores were slow in the last sample
   bool measured_ = false;
-  bool past_caches_ = false;
+  bool streaming_ = false;
   std::size_t bytes_ = 0;
-  double seconds_ = 0;  // of the chunk
+  double seconds_ = 0;  // time of the current sample
 };
 
 }  // namespace tpkernels::host

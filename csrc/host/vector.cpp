@@ -35,24 +35,24 @@ using Halves = std::uint16_t __attribute__((vector_size(2 * kLanes)));
 inline Vec load_f16(const void* from) {
   const auto halves = load_bits<Halves>(from);
   Vec value;
-  for (std::size_t i = 0; i < kLanes; ++i) value[i] = scalar::float_of_f16(halves[i]);
+  for (std::size_t i = 0; i < kLanes; ++i) value[i] = scalar::f16_to_float(halves[i]);
   return value;
 }
 inline void store_f16(void* to, Vec value) {
   Halves halves;
-  for (std::size_t i = 0; i < kLanes; ++i) halves[i] = scalar::f16_of(value[i]);
+  for (std::size_t i = 0; i < kLanes; ++i) halves[i] = scalar::to_f16(value[i]);
   store_bits(to, halves);
 }
-inline Words load_u16(const void* from) {
-  return __builtin_convertvector(load_bits<Halves>(from), Words);
+inline UInts load_u16(const void* from) {
+  return __builtin_convertvector(load_bits<Halves>(from), UInts);
 }
-inline void store_u16(void* to, Words words) {
-  store_bits(to, __builtin_convertvector(words, Halves));
+inline void store_u16(void* to, UInts ints) {
+  store_bits(to, __builtin_convertvector(ints, Halves));
 }
 
 void stream(void* dst, const void* src, std::size_t bytes) { std::memcpy(dst, src, bytes); }
 
-inline Vec fused(Vec x, Vec w, Vec sum) { return x * w + sum; }
+inline Vec fused_multiply_add(Vec x, Vec w, Vec sum) { return x * w + sum; }
 
 #include "host/factors.inc"
 #include "host/panels.inc"
@@ -71,21 +71,21 @@ inline Ints add_dots(Ints sums, const std::byte* w, const std::uint8_t* x) {
 
 constexpr VectorUnit kUnit = make_unit("plain", stream, kPanels, kInt8);
 
-// AMX's tiles, as Intel documents TDPBF16PS: the products of the first and of the second elements
-// of all pairs are summed apart, fused, and then added. Subnormals are zero. And TDPBSSD, of bytes
-// with signs.
+// Emulation of AMX tiles as Intel documents them. TDPBF16PS accumulates the products of the first
+// and of the second elements of pairs separately, with fused multiply-add, then adds both sums.
+// Subnormals are zero. TDPBSSD multiplies signed bytes.
 struct Tiles {
   std::size_t rows[8];
   std::byte bytes[8][16][64];
 };
 thread_local Tiles tiles;
 
-float without_subnormals(float value) {
+float flush_subnormals(float value) {
   return std::fabs(value) < 0x1p-126f ? std::copysign(0.0f, value) : value;
 }
 
-float factor_of_tile(std::size_t tile, std::size_t row, std::size_t at) {
-  return without_subnormals(scalar::to_float<DType::kBF16>(tiles.bytes[tile][row] + 2 * at));
+float get_factor(std::size_t tile, std::size_t row, std::size_t index) {
+  return flush_subnormals(scalar::to_float<DType::kBF16>(tiles.bytes[tile][row] + 2 * index));
 }
 
 void configure_tiles(std::size_t top, std::size_t bottom) {
@@ -111,29 +111,29 @@ void store_tile(void* to, std::size_t pitch) {
     std::memcpy(static_cast<std::byte*>(to) + row * pitch, tiles.bytes[T][row], 64);
   }
 }
-template <Form F, int C, int A, int B>
+template <WeightLayout F, int C, int A, int B>
 void multiply_tiles() {
   for (std::size_t row = 0; row < tiles.rows[C]; ++row) {
     for (std::size_t column = 0; column < 16; ++column) {
-      std::byte* const at = tiles.bytes[C][row] + 4 * column;
-      if constexpr (F == Form::kInt8Panels) {
-        auto sum = load_bits<std::int32_t>(at);
+      std::byte* const acc = tiles.bytes[C][row] + 4 * column;
+      if constexpr (F == WeightLayout::kInt8Panels) {
+        auto sum = load_bits<std::int32_t>(acc);
         for (std::size_t k = 0; k < 64; ++k) {
           sum += static_cast<std::int8_t>(tiles.bytes[A][row][k]) *
                  static_cast<std::int8_t>(tiles.bytes[B][k / 4][4 * column + k % 4]);
         }
-        store_bits(at, sum);
+        store_bits(acc, sum);
       } else {
         float sums[2] = {};
         for (std::size_t group = 0; group < 16; ++group) {
           for (std::size_t i = 0; i < 2; ++i) {
-            const float x = factor_of_tile(A, row, 2 * group + i);
-            const float w = factor_of_tile(B, group, 2 * column + i);
-            sums[i] = without_subnormals(std::fma(x, w, sums[i]));
+            const float x = get_factor(A, row, 2 * group + i);
+            const float w = get_factor(B, group, 2 * column + i);
+            sums[i] = flush_subnormals(std::fma(x, w, sums[i]));
           }
         }
-        const float sum = without_subnormals(sums[0] + sums[1]);
-        store_bits(at, without_subnormals(load_bits<float>(at) + sum));
+        const float sum = flush_subnormals(sums[0] + sums[1]);
+        store_bits(acc, flush_subnormals(load_bits<float>(acc) + sum));
       }
     }
   }
@@ -165,24 +165,24 @@ void add_bias(std::size_t begin, std::size_t count, std::size_t cols, Add&& add)
   }
 }
 
-// fp64 is for gradient checks: simple rather than fast.
-void sum_double(void* out, const std::vector<const std::byte*>& partials, std::size_t begin,
-                std::size_t count, const Epilogue& epilogue) {
+// fp64 serves gradient checks: simple rather than fast.
+void sum_fp64(void* out, const std::vector<const std::byte*>& partials, std::size_t begin,
+              std::size_t count, const Epilogue& epilogue) {
   auto* to = static_cast<double*>(out);
-  const auto at = [](const void* base, std::size_t i) {
+  const auto load = [](const void* base, std::size_t i) {
     return static_cast<const double*>(base)[i];
   };
   for (std::size_t i = 0; i < count; ++i) {
-    double sum = at(partials[0], i);
-    for (std::size_t r = 1; r < partials.size(); ++r) sum += at(partials[r], i);
-    if (epilogue.bias) sum += at(epilogue.bias, (begin + i) % epilogue.cols);
-    if (epilogue.residual) sum += at(epilogue.residual, i);
+    double sum = load(partials[0], i);
+    for (std::size_t r = 1; r < partials.size(); ++r) sum += load(partials[r], i);
+    if (epilogue.bias) sum += load(epilogue.bias, (begin + i) % epilogue.cols);
+    if (epilogue.residual) sum += load(epilogue.residual, i);
     to[i] = sum;
   }
 }
 
-// The same for normalisation.
-void normalise_double(const RmsNorm& norm, double* out, const double* row) {
+// fp64 RMSNorm of one row.
+void normalise_fp64(const RmsNorm& norm, double* out, const double* row) {
   const auto* weight = reinterpret_cast<const double*>(norm.weight);
   double sum = 0;
   for (std::size_t i = 0; i < norm.cols; ++i) sum += row[i] * row[i];
@@ -201,7 +201,7 @@ const Amx& amx() {
         (d & (kBF16 | kInt8)) == 0) {
       return {false, false, "the processor does not support it"};
     }
-    constexpr int kRequestPermission = 0x1023, kTileData = 18;  // of asm/prctl.h, Linux 5.16
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;  // asm/prctl.h, Linux 5.16
     if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0) {
       return {(d & kBF16) != 0, (d & kInt8) != 0, ""};
     }
@@ -218,7 +218,7 @@ namespace {
 std::vector<const VectorUnit*> supported_units() {
   std::vector<const VectorUnit*> units{&plain_unit()};
 #if defined(__x86_64__)
-  // Torch's variable caps these units, too. It warns of values that it does not know.
+  // This torch variable limits the units as well. torch warns about unknown values.
   const char* const variable = std::getenv("ATEN_CPU_CAPABILITY");
   const std::string capability = variable == nullptr ? "" : variable;
   if (capability == "default") return units;
@@ -241,22 +241,22 @@ std::vector<const VectorUnit*> supported_units() {
   return units;
 }
 
-// [0]: those that failed; [1]: the others.
-const std::array<std::vector<const VectorUnit*>, 2>& tried_units() {
-  static const auto tried = [] {
+// [0]: units that failed the check; [1]: units that passed.
+const std::array<std::vector<const VectorUnit*>, 2>& checked_units() {
+  static const auto checked = [] {
     std::array<std::vector<const VectorUnit*>, 2> units;
     for (const VectorUnit* unit : supported_units()) {
       units[unit == &plain_unit() || multiplies_exactly(*unit)].push_back(unit);
     }
     return units;
   }();
-  return tried;
+  return checked;
 }
 
 }  // namespace
 
-const std::vector<const VectorUnit*>& available_units() { return tried_units()[1]; }
-const std::vector<const VectorUnit*>& failed_units() { return tried_units()[0]; }
+const std::vector<const VectorUnit*>& available_units() { return checked_units()[1]; }
+const std::vector<const VectorUnit*>& failed_units() { return checked_units()[0]; }
 
 const VectorUnit& vector_unit() {
   const VectorUnit* unit = chosen.load(std::memory_order_acquire);
@@ -267,7 +267,7 @@ const VectorUnit& vector_unit() {
   return *unit;
 }
 
-const VectorUnit& unit_named(const std::string& name) {
+const VectorUnit& find_unit(const std::string& name) {
   std::vector<const VectorUnit*> units = supported_units();
   units.push_back(&tiled_unit());
 #if defined(__x86_64__)
@@ -294,7 +294,7 @@ void sum_partials(void* out, const std::vector<const std::byte*>& partials, DTyp
     return;
   }
   if (wire == DType::kF64) {
-    sum_double(out, partials, begin, count, epilogue);
+    sum_fp64(out, partials, begin, count, epilogue);
     return;
   }
   const VectorUnit& unit = vector_unit();
@@ -312,9 +312,10 @@ void sum_partials(void* out, const std::vector<const std::byte*>& partials, DTyp
     load(acc, partials[0] + i * size_of(wire), n);
     for (std::size_t r = 1; r < partials.size(); ++r) add(acc, partials[r] + i * size_of(wire), n);
     if (epilogue.bias) {
-      add_bias(begin + i, n, epilogue.cols, [&](std::size_t at, std::size_t col, std::size_t len) {
-        unit.add[0](acc + at, static_cast<const float*>(epilogue.bias) + col, len);
-      });
+      add_bias(begin + i, n, epilogue.cols,
+               [&](std::size_t offset, std::size_t col, std::size_t len) {
+                 unit.add[0](acc + offset, static_cast<const float*>(epilogue.bias) + col, len);
+               });
     }
     if (epilogue.residual) {
       const auto* residual = static_cast<const std::byte*>(epilogue.residual);
@@ -325,11 +326,11 @@ void sum_partials(void* out, const std::vector<const std::byte*>& partials, DTyp
   }
 }
 
-void weigh(void* out, const std::byte* const* sources, const void* weights, std::size_t terms,
-           DType dtype, std::size_t count) {
+void weighted_sum(void* out, const std::byte* const* sources, const void* weights,
+                  std::size_t terms, DType dtype, std::size_t count) {
   if (dtype != DType::kF64) {
-    const auto weigh = vector_unit().weigh[static_cast<int>(dtype)];
-    weigh(out, sources, static_cast<const float*>(weights), terms, count);
+    const auto weighted_sum = vector_unit().weighted_sum[static_cast<int>(dtype)];
+    weighted_sum(out, sources, static_cast<const float*>(weights), terms, count);
     return;
   }
   for (std::size_t i = 0; i < count; ++i) {
@@ -350,11 +351,11 @@ void normalise_rows(const RmsNorm& norm, const std::byte* rows, DType dtype, std
     const std::byte* from = rows + row * row_bytes;
     std::byte* to = norm.out + row * row_bytes;
     if (dtype == DType::kF64) {
-      normalise_double(norm, reinterpret_cast<double*>(to), reinterpret_cast<const double*>(from));
+      normalise_fp64(norm, reinterpret_cast<double*>(to), reinterpret_cast<const double*>(from));
       continue;
     }
     const auto d = static_cast<int>(dtype);
-    const float mean = unit.squares[d](from, norm.cols) / static_cast<float>(norm.cols);
+    const float mean = unit.sum_squares[d](from, norm.cols) / static_cast<float>(norm.cols);
     const float factor = 1.0f / std::sqrt(mean + static_cast<float>(norm.eps));
     unit.scale[d][norm.weight_dtype != dtype](to, from, norm.weight, factor, norm.cols);
   }

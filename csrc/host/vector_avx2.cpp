@@ -14,8 +14,8 @@
 
 #include "host/vector_scalar.h"
 
-// Only the code from here to the end of the file is compiled for AVX2. If inline functions of
-// shared headers were, the linker could pick those copies for other translation units.
+// Only the code below is compiled for AVX2. If inline functions of shared headers were compiled for
+// AVX2, the linker could select those copies for other translation units.
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,f16c,fma"))), apply_to = function)
 #else
@@ -34,18 +34,18 @@ inline Vec load_f16(const void* from) { return _mm256_cvtph_ps(load_bits<__m128i
 inline void store_f16(void* to, Vec value) {
   store_bits(to, _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
 }
-inline Words load_u16(const void* from) {
-  return reinterpret_cast<Words>(_mm256_cvtepu16_epi32(load_bits<__m128i>(from)));
+inline UInts load_u16(const void* from) {
+  return reinterpret_cast<UInts>(_mm256_cvtepu16_epi32(load_bits<__m128i>(from)));
 }
-inline void store_u16(void* to, Words words) {
-  const auto wide = reinterpret_cast<__m256i>(words);
-  const __m256i narrow = _mm256_permute4x64_epi64(_mm256_packus_epi32(wide, wide), 0x08);
-  store_bits(to, _mm256_castsi256_si128(narrow));
+inline void store_u16(void* to, UInts ints) {
+  const auto ints32 = reinterpret_cast<__m256i>(ints);
+  const __m256i ints16 = _mm256_permute4x64_epi64(_mm256_packus_epi32(ints32, ints32), 0x08);
+  store_bits(to, _mm256_castsi256_si128(ints16));
 }
 
-inline Vec fused(Vec x, Vec w, Vec sum) { return _mm256_fmadd_ps(x, w, sum); }
+inline Vec fused_multiply_add(Vec x, Vec w, Vec sum) { return _mm256_fmadd_ps(x, w, sum); }
 
-// 8 sums and 3 factors, which are pairs of 16 bits, of 16 registers.
+// The 16 registers hold 8 sums and 3 factors. A 16-bit factor is a pair of vectors.
 template <DType D>
 constexpr std::size_t kTileRows = 2;
 
@@ -67,7 +67,8 @@ inline void add_lanes(Vec a, Vec b, Vec c, Vec d, float* to) {
 
 using Ints = std::int32_t __attribute__((vector_size(4 * kLanes)));
 constexpr int kOffset = 0;
-// No element of a row is -128, so two products fit 16 bits and its sign can be changed.
+// No element of a row is -128. So the sum of two products fits 16 bits, and an element can be
+// negated.
 inline Ints add_dots(Ints sums, const std::byte* w, const std::uint8_t* x) {
   const __m256i factors = load_bits<__m256i>(w), rows = _mm256_set1_epi32(load_bits<int>(x));
   const __m256i pairs =
@@ -85,10 +86,10 @@ void stream(void* dst, const void* src, std::size_t bytes) {
   _mm_sfence();
 }
 
-constexpr std::array<Multiply, 3> kFewRows = {multiply_few_rows<DType::kF32>,
-                                              multiply_few_rows<DType::kF16>,
-                                              multiply_few_rows<DType::kBF16>};
-constexpr VectorUnit kUnit = make_unit("avx2", stream, kPanels, kInt8, kFewRows, 8);
+constexpr std::array<MatmulFn, 3> kFewRowsKernels = {multiply_few_rows<DType::kF32>,
+                                                     multiply_few_rows<DType::kF16>,
+                                                     multiply_few_rows<DType::kBF16>};
+constexpr VectorUnit kUnit = make_unit("avx2", stream, kPanels, kInt8, kFewRowsKernels, 8);
 
 }  // namespace avx2
 

@@ -1,5 +1,5 @@
-// AVX-512 (F, BW, VL, DQ): 16 floats per vector. Conversions to bf16 use integer rounding, because
-// the instruction of AVX512_BF16 flushes subnormals.
+// AVX-512 (F, BW, VL, DQ): 16 floats per vector. Conversions to bf16 round with integers, because
+// the AVX512_BF16 instruction flushes subnormals.
 #if defined(__x86_64__)
 
 #include <immintrin.h>
@@ -20,7 +20,7 @@
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))), \
                              apply_to = function)
 #else
-// In GCC 12's own header (PR 105593).
+// False positives in a header of GCC 12 (PR 105593).
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC push_options
@@ -38,16 +38,16 @@ inline Vec load_f16(const void* from) { return _mm512_cvtph_ps(load_bits<__m256i
 inline void store_f16(void* to, Vec value) {
   store_bits(to, _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
 }
-inline Words load_u16(const void* from) {
-  return reinterpret_cast<Words>(_mm512_cvtepu16_epi32(load_bits<__m256i>(from)));
+inline UInts load_u16(const void* from) {
+  return reinterpret_cast<UInts>(_mm512_cvtepu16_epi32(load_bits<__m256i>(from)));
 }
-inline void store_u16(void* to, Words words) {
-  store_bits(to, _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(words)));
+inline void store_u16(void* to, UInts ints) {
+  store_bits(to, _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(ints)));
 }
 
-inline Vec fused(Vec x, Vec w, Vec sum) { return _mm512_fmadd_ps(x, w, sum); }
+inline Vec fused_multiply_add(Vec x, Vec w, Vec sum) { return _mm512_fmadd_ps(x, w, sum); }
 
-// 24 sums and 7 factors, or 16 sums and 5 pairs of factors, of 32 registers.
+// The 32 registers hold 24 sums and 7 factors (fp32), or 16 sums and 5 pairs (16-bit dtypes).
 template <DType D>
 constexpr std::size_t kTileRows = D == DType::kF32 ? 6 : 4;
 
@@ -71,7 +71,8 @@ inline void add_lanes(Vec a, Vec b, Vec c, Vec d, float* to) {
 
 using Ints = std::int32_t __attribute__((vector_size(4 * kLanes)));
 constexpr int kOffset = 0;
-// No element of a row is -128, so two products fit 16 bits and its sign can be changed.
+// No element of a row is -128. So the sum of two products fits 16 bits, and an element can be
+// negated.
 inline Ints add_dots(Ints sums, const std::byte* w, const std::uint8_t* x) {
   const __m512i factors = load_bits<__m512i>(w), rows = _mm512_set1_epi32(load_bits<int>(x));
   const __m512i signs =
@@ -82,21 +83,21 @@ inline Ints add_dots(Ints sums, const std::byte* w, const std::uint8_t* x) {
 
 #include "host/int8.inc"
 
-// Panels made of plain weights: two sources of panels.inc. A group is 4 bytes of K whatever the
+// Two sources for panels.inc that pack plain weights on the fly. A group is 4 bytes of K for every
 // dtype.
 
-// The first `count` of 16 lanes, or none.
+// Mask of the first `count` of 16 lanes.
 inline __mmask16 first_lanes(std::size_t count) {
   return static_cast<__mmask16>(count >= 16 ? 0xffffu : (1u << count) - 1);
 }
 
-inline std::size_t beyond(std::size_t total, std::size_t begin) {
+inline std::size_t remaining(std::size_t total, std::size_t begin) {
   return total > begin ? total - begin : 0;
 }
 
-// How far ahead a plain weight is prefetched: lines of each column, or rows.
+// Prefetch distances for plain weights: cache lines of a column, or groups of rows.
 constexpr std::size_t kLinesAhead = 4;
-constexpr std::size_t kRowsAhead = 8;
+constexpr std::size_t kGroupsAhead = 8;
 
 inline void transpose(__m512i (&lines)[16]) {
   __m512i pairs[16], fours[16], eights[16];
@@ -124,65 +125,65 @@ inline void transpose(__m512i (&lines)[16]) {
 
 template <DType D>
 struct FromColumns {
-  static const std::byte* groups(const Product& product, std::size_t first, std::size_t at,
-                                 std::size_t count, std::byte* groups) {
+  static const std::byte* groups(const Matmul& gemm, std::size_t first, std::size_t begin_group,
+                                 std::size_t count, std::byte* out) {
     constexpr std::size_t kSquare = 16;
-    const std::size_t columns = beyond(product.columns, first);
-    const std::size_t bytes = product.k * size_of(D);
-    const auto* const w = static_cast<const std::byte*>(product.w) + first * product.w_pitch;
+    const std::size_t columns = remaining(gemm.columns, first);
+    const std::size_t bytes = gemm.k * size_of(D);
+    const auto* const w = static_cast<const std::byte*>(gemm.w) + first * gemm.w_pitch;
     for (std::size_t group = 0; group < count; group += kSquare) {
-      const std::size_t begin = (at + group) * kGroupBytes;
-      const std::size_t existing = std::min<std::size_t>(beyond(bytes, begin), 64);
-      const __mmask64 of_column = existing == 64 ? ~0ull : (1ull << existing) - 1;
-      for (std::size_t column = 0; column < Product::kPanel; column += kSquare) {
+      const std::size_t begin = (begin_group + group) * kGroupBytes;
+      const std::size_t num_bytes = std::min<std::size_t>(remaining(bytes, begin), 64);
+      const __mmask64 column_mask = num_bytes == 64 ? ~0ull : (1ull << num_bytes) - 1;
+      for (std::size_t column = 0; column < Matmul::kPanelColumns; column += kSquare) {
         __m512i lines[kSquare];
         for (std::size_t i = 0; i < kSquare; ++i) {
-          const std::byte* const from = w + (column + i) * product.w_pitch + begin;
+          const std::byte* const from = w + (column + i) * gemm.w_pitch + begin;
           _mm_prefetch(reinterpret_cast<const char*>(from + kLinesAhead * 64), _MM_HINT_T0);
-          lines[i] = _mm512_maskz_loadu_epi8(column + i < columns ? of_column : 0, from);
+          lines[i] = _mm512_maskz_loadu_epi8(column + i < columns ? column_mask : 0, from);
         }
         transpose(lines);
         for (std::size_t i = 0; i < std::min(kSquare, count - group); ++i) {
-          _mm512_store_si512(groups + (group + i) * kPanelGroup + column * kGroupBytes, lines[i]);
+          _mm512_store_si512(out + (group + i) * kPanelGroupBytes + column * kGroupBytes, lines[i]);
         }
       }
     }
-    return groups;
+    return out;
   }
 };
 
 template <DType D>
 struct FromRows {
-  static const std::byte* groups(const Product& product, std::size_t first, std::size_t at,
-                                 std::size_t count, std::byte* groups) {
-    const std::size_t columns = beyond(product.columns, first);
-    const auto* const w = static_cast<const std::byte*>(product.w) + first * size_of(D);
-    constexpr std::size_t kRows = kGroupBytes / size_of(D);  // of a group
+  static const std::byte* groups(const Matmul& gemm, std::size_t first, std::size_t begin_group,
+                                 std::size_t count, std::byte* out) {
+    const std::size_t columns = remaining(gemm.columns, first);
+    const auto* const w = static_cast<const std::byte*>(gemm.w) + first * size_of(D);
+    constexpr std::size_t kRows = kGroupBytes / size_of(D);  // rows of a group
     for (std::size_t group = 0; group < count; ++group) {
-      const std::size_t row = (at + group) * kRows;
-      const std::byte* const from = w + row * product.w_pitch;
-      for (std::size_t column = 0; column < Product::kPanel; column += kLanes) {
+      const std::size_t row = (begin_group + group) * kRows;
+      const std::byte* const from = w + row * gemm.w_pitch;
+      for (std::size_t column = 0; column < Matmul::kPanelColumns; column += kLanes) {
         const std::byte* const lanes = from + column * size_of(D);
-        const __mmask16 existing = first_lanes(beyond(columns, column));
+        const __mmask16 mask = first_lanes(remaining(columns, column));
         for (std::size_t i = 0; i < kRows; ++i) {
           _mm_prefetch(
-              reinterpret_cast<const char*>(lanes + (kRowsAhead * kRows + i) * product.w_pitch),
+              reinterpret_cast<const char*>(lanes + (kGroupsAhead * kRows + i) * gemm.w_pitch),
               _MM_HINT_T0);
         }
-        __m512i made;
+        __m512i packed;
         if constexpr (D == DType::kF32) {
-          made = _mm512_maskz_loadu_epi32(existing, lanes);
+          packed = _mm512_maskz_loadu_epi32(mask, lanes);
         } else {
-          const __mmask16 second = row + 1 < product.k ? existing : 0;
-          const __m256i low = _mm256_maskz_loadu_epi16(existing, lanes);
-          const __m256i high = _mm256_maskz_loadu_epi16(second, lanes + product.w_pitch);
-          made = _mm512_or_si512(_mm512_cvtepu16_epi32(low),
-                                 _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
+          const __mmask16 second = row + 1 < gemm.k ? mask : 0;
+          const __m256i low = _mm256_maskz_loadu_epi16(mask, lanes);
+          const __m256i high = _mm256_maskz_loadu_epi16(second, lanes + gemm.w_pitch);
+          packed = _mm512_or_si512(_mm512_cvtepu16_epi32(low),
+                                   _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
         }
-        _mm512_store_si512(groups + group * kPanelGroup + column * kGroupBytes, made);
+        _mm512_store_si512(out + group * kPanelGroupBytes + column * kGroupBytes, packed);
       }
     }
-    return groups;
+    return out;
   }
 };
 
@@ -193,15 +194,15 @@ void stream(void* dst, const void* src, std::size_t bytes) {
   _mm_sfence();
 }
 
-constexpr std::array<Multiply, 3> kFewRows = {multiply_few_rows<DType::kF32>,
-                                              multiply_few_rows<DType::kF16>,
-                                              multiply_few_rows<DType::kBF16>};
+constexpr std::array<MatmulFn, 3> kFewRowsKernels = {multiply_few_rows<DType::kF32>,
+                                                     multiply_few_rows<DType::kF16>,
+                                                     multiply_few_rows<DType::kBF16>};
 
 constexpr VectorUnit make_avx512_unit() {
-  VectorUnit unit = make_unit("avx512", stream, kPanels, kInt8, kFewRows, 8);
-  constexpr int kAt = static_cast<int>(DType::kF32);
-  unit.columns[kAt] = multiply_panels<DType::kF32, FromColumns<DType::kF32>>;
-  unit.rows[kAt] = multiply_panels<DType::kF32, FromRows<DType::kF32>>;
+  VectorUnit unit = make_unit("avx512", stream, kPanels, kInt8, kFewRowsKernels, 8);
+  constexpr int kIndex = static_cast<int>(DType::kF32);
+  unit.columns[kIndex] = multiply_panels<DType::kF32, FromColumns<DType::kF32>>;
+  unit.rows[kIndex] = multiply_panels<DType::kF32, FromRows<DType::kF32>>;
   return unit;
 }
 
@@ -224,12 +225,12 @@ const VectorUnit& avx512_unit() { return avx512::kUnit; }
 #endif
 
 namespace tpkernels::host {
-// The same with AVX512_VNNI's dot products of bytes, of which those of x have no sign.
+// AVX-512 with the byte dot products of AVX512_VNNI, which interpret x as unsigned.
 namespace avx512_vnni {
 
 using avx512::InPlace;
-using avx512::kAhead;
 using avx512::kLanes;
+using avx512::kPrefetchBytes;
 using avx512::load_acc;
 using avx512::load_bits;
 using avx512::load_block;
@@ -237,8 +238,8 @@ using avx512::set_vec;
 using avx512::store_acc;
 using avx512::store_bits;
 using avx512::store_row;
+using avx512::UInts;
 using avx512::Vec;
-using avx512::Words;
 
 using Ints = avx512::Ints;
 constexpr int kOffset = 128;
@@ -276,7 +277,7 @@ const VectorUnit& avx512_vnni_unit() { return avx512_vnni::kUnit; }
 #endif
 
 namespace tpkernels::host {
-// The same with the dot products of AVX512_BF16, which take a subnormal for zero, as oneDNN's do.
+// AVX-512 with the dot products of AVX512_BF16. They treat subnormals as zero, like oneDNN.
 namespace avx512_bf16 {
 
 using avx512::add_block;
@@ -323,7 +324,7 @@ inline __m512bh broadcast(const std::byte* from) {
   return reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
 }
 
-// The dot products give no subnormals, so the instruction rounds as store_vec does.
+// The dot products never return subnormals, so the instruction rounds like store_vec.
 template <DType D>
 inline void store_sum(void* to, Vec sum) {
   if constexpr (D == DType::kBF16) {
@@ -340,18 +341,18 @@ inline void store_sum(void* to, Vec sum) {
 constexpr VectorUnit make_bf16_unit() {
   VectorUnit unit = avx512_vnni::kUnit;
   unit.name = "avx512_bf16";
-  constexpr int kAt = static_cast<int>(DType::kBF16);
-  unit.few_rows[kAt] = multiply_few_rows<DType::kBF16>;
-  unit.most_few_rows[kAt] = 16;
-  unit.panels[kAt] = multiply_panels<DType::kBF16>;
-  unit.columns[kAt] = multiply_panels<DType::kBF16, avx512::FromColumns<DType::kBF16>>;
-  unit.rows[kAt] = multiply_panels<DType::kBF16, avx512::FromRows<DType::kBF16>>;
+  constexpr int kIndex = static_cast<int>(DType::kBF16);
+  unit.few_rows[kIndex] = multiply_few_rows<DType::kBF16>;
+  unit.max_few_rows[kIndex] = 16;
+  unit.panels[kIndex] = multiply_panels<DType::kBF16>;
+  unit.columns[kIndex] = multiply_panels<DType::kBF16, avx512::FromColumns<DType::kBF16>>;
+  unit.rows[kIndex] = multiply_panels<DType::kBF16, avx512::FromRows<DType::kBF16>>;
   return unit;
 }
 
 constexpr VectorUnit kUnit = make_bf16_unit();
 
-// AMX's tiles, in assembly, whose registers may be template arguments there.
+// AMX tiles in assembly: a register number may be a template argument there.
 
 inline void configure_tiles(std::size_t top, std::size_t bottom) {
   struct alignas(64) Configuration {  // palette 1: eight tiles of up to 16 rows of 64 bytes
@@ -379,9 +380,9 @@ template <int T>
 inline void store_tile(void* to, std::size_t pitch) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(pitch), "i"(T) : "memory");
 }
-template <Form F, int C, int A, int B>
+template <WeightLayout F, int C, int A, int B>
 inline void multiply_tiles() {
-  if constexpr (F == Form::kInt8Panels) {
+  if constexpr (F == WeightLayout::kInt8Panels) {
     asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
   } else {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));

@@ -1,5 +1,5 @@
-// Scalar conversions between fp32 and the 16-bit formats, rounding to nearest even. Bit for bit the
-// same as F16C, AVX-512 and torch. NaN keeps its sign and becomes quiet.
+// Scalar conversions between fp32 and the 16-bit formats, rounding to nearest even. Bitwise
+// identical to F16C, AVX-512 and torch. NaN keeps its sign and becomes quiet.
 #pragma once
 
 #include <cstdint>
@@ -21,27 +21,27 @@ inline float float_of(std::uint32_t bits) {
   return value;
 }
 
-inline std::uint16_t bf16_of(float value) {
+inline std::uint16_t to_bf16(float value) {
   const std::uint32_t bits = bits_of(value);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<std::uint16_t>((bits >> 16) | 0x40u);
   return static_cast<std::uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-inline float float_of_f16(std::uint16_t half) {
+inline float f16_to_float(std::uint16_t half) {
   const std::uint32_t sign = static_cast<std::uint32_t>(half & 0x8000u) << 16;
   const std::uint32_t magnitude = half & 0x7fffu;
-  if (magnitude >= 0x7c00u) {  // infinity or NaN, which becomes quiet
+  if (magnitude >= 0x7c00u) {  // infinity or NaN; NaN becomes quiet
     const std::uint32_t quiet = magnitude > 0x7c00u ? 0x400000u : 0u;
     return float_of(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13) | quiet);
   }
-  // A subnormal half is converted as an integer. So no operand is ever a subnormal float, which the
-  // thread may be flushing to zero (torch.set_flush_denormal).
+  // A subnormal half is converted as an integer. So no operand is a subnormal float: the thread may
+  // flush those to zero (torch.set_flush_denormal).
   const std::uint32_t normal = (magnitude << 13) + 0x38000000u;
   const std::uint32_t subnormal = bits_of(static_cast<float>(magnitude) * 0x1p-24f);
   return float_of(sign | (magnitude < 0x400u ? subnormal : normal));
 }
 
-inline std::uint16_t f16_of(float value) {
+inline std::uint16_t to_f16(float value) {
   const std::uint32_t bits = bits_of(value);
   const auto sign = static_cast<std::uint16_t>((bits >> 16) & 0x8000u);
   const std::uint32_t magnitude = bits & 0x7fffffffu;
@@ -66,7 +66,7 @@ float to_float(const void* from) {
   } else {
     std::uint16_t half;
     std::memcpy(&half, from, 2);
-    if constexpr (D == DType::kF16) return float_of_f16(half);
+    if constexpr (D == DType::kF16) return f16_to_float(half);
     return float_of(static_cast<std::uint32_t>(half) << 16);
   }
 }
@@ -76,7 +76,7 @@ void from_float(void* to, float value) {
   if constexpr (D == DType::kF32) {
     std::memcpy(to, &value, 4);
   } else {
-    const std::uint16_t half = D == DType::kF16 ? f16_of(value) : bf16_of(value);
+    const std::uint16_t half = D == DType::kF16 ? to_f16(value) : to_bf16(value);
     std::memcpy(to, &half, 2);
   }
 }

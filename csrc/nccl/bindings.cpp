@@ -1,5 +1,5 @@
-// _C.nccl: the functions of a NCCL library, without the GIL and without waiting. tpkernels/nccl.py
-// waits for what they start. Memory and streams are passed as integers, results as ncclResult_t.
+// _C.nccl: non-blocking calls of a NCCL library, without the GIL. tpkernels/nccl.py waits for their
+// completion. Memory and streams are passed as integers, results as ncclResult_t.
 #include "bindings.h"
 
 #include <pybind11/stl.h>
@@ -36,21 +36,22 @@ std::string version_text(const Library& library) {
 
 std::pair<Result, py::bytes> unique_id(const Library& library) {
   UniqueId id{};
-  const auto ask = [&] {
-    const GilReleased released;  // it opens a socket
+  const auto get_id = [&] {
+    const GilReleased released;  // ncclGetUniqueId opens a socket
     return library.GetUniqueId(&id);
   };
-  const Result code = ask();
+  const Result code = get_id();
   return {code, py::bytes(id.bytes, sizeof(id.bytes))};
 }
 
-// What, the memory, the count as in NCCL (elements sent, or received by a reduce-scatter), the
-// ncclDataType_t, the peer or root, and the stream.
+// (kind, send buffer, receive buffer, count, ncclDataType_t, peer or root, stream). The count
+// follows NCCL: the elements sent, or received by a reduce-scatter.
 using Operation = std::tuple<std::string, Address, Address, std::size_t, int, int, Address>;
 
 Result run(const Library& nccl, const Operation& operation, Comm* comm) {
-  const auto& [kind, from, to, count, dtype, peer, on] = operation;
-  void *send = pointer(from), *recv = pointer(to), *stream = pointer(on);
+  const auto& [kind, send_address, recv_address, count, dtype, peer, stream_address] = operation;
+  void *send = pointer(send_address), *recv = pointer(recv_address),
+       *stream = pointer(stream_address);
   if (kind == "all_gather") return nccl.AllGather(send, recv, count, dtype, comm, stream);
   if (kind == "reduce_scatter") {
     return nccl.ReduceScatter(send, recv, count, dtype, kSum, comm, stream);
@@ -61,17 +62,17 @@ Result run(const Library& nccl, const Operation& operation, Comm* comm) {
   return nccl.Recv(recv, count, dtype, peer, comm, stream);
 }
 
-// A non-blocking communicator: NCCL runs anything that may wait on a thread of its own.
+// A non-blocking communicator. NCCL runs everything that may wait on a separate thread.
 class Communicator {
  public:
-  // Uses the device that is current on this thread. `async_error` has the result.
+  // Starts the initialization on the current device. `async_error` returns its result.
   Communicator(std::shared_ptr<const Library> nccl, const std::string& id, int rank, int world)
       : nccl_(std::move(nccl)) {
     UniqueId unique;
     if (id.size() != sizeof(unique.bytes)) throw py::value_error("unique_id must have 128 bytes");
     std::memcpy(unique.bytes, id.data(), sizeof(unique.bytes));
     Config config;
-    made_ = nccl_->CommInitRankConfig(comm_.get(), world, unique, rank, &config);
+    init_result_ = nccl_->CommInitRankConfig(comm_.get(), world, unique, rank, &config);
   }
 
   // Starts the operations as one group.
@@ -81,9 +82,9 @@ class Communicator {
     for (const Operation& operation : operations) {
       if (has_failed(code = run(*nccl_, operation, *comm_))) break;
     }
-    // Even after a failure: otherwise the thread's next call would join this group.
-    const Result ended = nccl_->GroupEnd();
-    return has_failed(code) ? code : ended;
+    // Also called after a failure. Otherwise the next call of this thread would join the group.
+    const Result end_code = nccl_->GroupEnd();
+    return has_failed(code) ? code : end_code;
   }
 
   Result finalize() const { return nccl_->CommFinalize(*comm_); }
@@ -91,14 +92,14 @@ class Communicator {
   // Returns the result of the last call, in progress until it completes, or the error of an
   // enqueued operation.
   Result async_error() const {
-    if (has_failed(made_)) return made_;
+    if (has_failed(init_result_)) return init_result_;
     Result code = kSuccess;
-    const Result asked = nccl_->CommGetAsyncError(*comm_, &code);
-    return asked == kSuccess ? code : asked;
+    const Result query = nccl_->CommGetAsyncError(*comm_, &code);
+    return query == kSuccess ? code : query;
   }
 
-  // Aborts or destroys NCCL's communicator, on a thread: either may join NCCL's threads. Returns
-  // whether that was done within `seconds`; if not, the thread is abandoned.
+  // Aborts or destroys the NCCL communicator on a separate thread, because both may join NCCL
+  // threads. Returns false, and abandons the thread, if this takes longer than `seconds`.
   bool free(bool aborts, double seconds) const {
     if (*comm_ == nullptr) return true;
     const auto function = aborts ? nccl_->CommAbort : nccl_->CommDestroy;
@@ -110,9 +111,9 @@ class Communicator {
 
  private:
   const std::shared_ptr<const Library> nccl_;
-  // NCCL's threads write here, so it lives as long as any of them may run.
+  // NCCL threads write to the pointee, so it must outlive them.
   const std::shared_ptr<Comm*> comm_ = std::make_shared<Comm*>(nullptr);
-  Result made_ = kSuccess;
+  Result init_result_ = kSuccess;
 };
 
 }  // namespace
@@ -125,7 +126,7 @@ void tpkernels::bind_nccl(pybind11::module_& m) {
       .def_readonly("path", &Library::path)
       .def_property_readonly("version", &version_text)
       .def("unique_id", &unique_id)
-      .def("error_text", &Library::error_text, py::arg("code"));
+      .def("error_message", &Library::error_message, py::arg("code"));
 
   py::class_<Communicator>(m, "Communicator")
       .def(py::init<std::shared_ptr<Library>, const std::string&, int, int>(), py::arg("library"),

@@ -1,7 +1,7 @@
 // NCCL 2.14 or newer, loaded at run time: one dlopen, then functions by name.
 //
-// The part of NCCL's ABI that is used is declared here, so that building needs no NCCL header. The
-// ABI is stable throughout 2.x: values are never reused, and structs grow only at the end.
+// This header declares the subset of the NCCL ABI that is used, so the build needs no NCCL header.
+// The ABI is stable throughout 2.x: values are never reused, and structs grow only at the end.
 #pragma once
 
 #include <dlfcn.h>
@@ -25,8 +25,8 @@ constexpr int kSum = 0;  // ncclRedOp_t
 
 inline bool has_failed(Result code) { return code != kSuccess && code != kInProgress; }
 
-// ncclConfig_t as of 2.14. `size` and `version` tell a newer library which fields the caller knows;
-// it uses defaults for the rest.
+// ncclConfig_t as of 2.14. A newer library reads from `size` and `version` which fields the caller
+// sets, and uses defaults for the rest.
 struct Config {
   std::size_t size = sizeof(Config);
   unsigned magic = 0xcafebeef;
@@ -35,7 +35,7 @@ struct Config {
 };
 static_assert(sizeof(Config) == 24, "the layout of ncclConfig_t");
 
-// Every function: what it returns, its name without NCCL's prefix, and its parameters. Streams are
+// Every function: return type, name without the prefix `nccl`, parameters. Streams are
 // cudaStream_t.
 // clang-format off
 #define TPK_NCCL(each)                                                                             \
@@ -67,14 +67,14 @@ struct Library {
 #undef TPK_DECLARE
   std::string path;
 
-  // Loads the library from a path, or by its soname. It is never unloaded, because NCCL has threads
-  // of its own. Throws Unsupported if there is none or a required symbol is missing.
+  // Loads the library by path or soname. It is never unloaded, because NCCL runs threads. Throws
+  // Unsupported if the library cannot be loaded or lacks a required symbol.
   explicit Library(const std::string& name) {
     void* handle = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (handle == nullptr) throw Unsupported("cannot load '" + name + "': " + dlerror());
     const auto find = [&](const char* symbol) {
-      void* found = dlsym(handle, symbol);
-      if (found != nullptr) return found;
+      void* address = dlsym(handle, symbol);
+      if (address != nullptr) return address;
       throw Unsupported("'" + name + "' does not provide " + symbol +
                         "; tpkernels needs NCCL 2.14 or newer");
     };
@@ -86,12 +86,12 @@ struct Library {
     path = dladdr(reinterpret_cast<void*>(GetVersion), &info) != 0 ? info.dli_fname : name;
   }
 
-  // Returns NCCL's text for an error code, with its last message if there is one. NCCL keeps one
-  // per process, which outlives its cause: show it only with an error.
-  std::string error_text(Result code) const {
+  // Returns the NCCL error string and the last NCCL message, if any. NCCL stores one message per
+  // process and does not clear it, so show it only with an error.
+  std::string error_message(Result code) const {
     const char* last = GetLastError(nullptr);
-    const bool none = last == nullptr || *last == '\0';
-    return GetErrorString(code) + (none ? "" : std::string("; last message: ") + last);
+    const bool is_empty = last == nullptr || *last == '\0';
+    return GetErrorString(code) + (is_empty ? "" : std::string("; last message: ") + last);
   }
 };
 

@@ -1,11 +1,11 @@
-"""Problems of ParallelKernelBench (github.com/togethercomputer/ParallelKernelBench), each in a few
-lines with tpkernels beside a reference in torch.distributed.
+"""Problems of ParallelKernelBench (github.com/togethercomputer/ParallelKernelBench), solved in few
+lines of tpkernels and compared with references in torch.distributed.
 
     python -m examples.parallel_kernel_bench
     python -m examples.parallel_kernel_bench --tp 4 --only 13 54_ring_attention --size small
 
-The references are written from the definitions of the problems. A problem is found by its number
-and name; its file says what it is about.
+The references follow the definitions of the problems. Problems keep their number and name. Each
+file covers one topic.
 """
 
 from examples.parallel_kernel_bench import (

@@ -8,45 +8,54 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from examples.parallel_kernel_bench import __doc__ as description
-from examples.parallel_kernel_bench.gallery import PROBLEMS, Examined, Problem, examine
+from examples.parallel_kernel_bench.gallery import PROBLEMS, Problem, ProblemResult, examine
 from tpkernels.launch.session import is_leader, open_session, world_size
-from tpkernels.launch.terminal import UsageError, at_least, console, milliseconds, table, writable
+from tpkernels.launch.terminal import (
+    UsageError,
+    console,
+    milliseconds,
+    require_at_least,
+    table,
+    writable,
+)
 from tpkernels.timing import summary
 
 WORLDS = (2, 4, 8)
 HEAD = ("problem", "reference ms", "tpkernels ms", "speed-up", "error", "what")
 
 
-def selected(words: Sequence[str]) -> list[Problem]:
-    """Return the problems with these numbers, names or both, such as 13_gemm_allreduce; by default
-    all."""
-    found = []
-    for word in words or map(str, sorted(PROBLEMS)):
-        number, _, name = word.partition("_") if word[:1].isdigit() else ("", "", word)
+def select_problems(selectors: Sequence[str]) -> list[Problem]:
+    """Return the selected problems, by default all.
+
+    A selector is a number, a name or both, such as 13_gemm_allreduce.
+    """
+    selection = []
+    for selector in selectors or map(str, sorted(PROBLEMS)):
+        number, _, name = selector.partition("_") if selector[:1].isdigit() else ("", "", selector)
         matching = [p for p in PROBLEMS.values() if number in ("", str(p.number))]
         matching = [p for p in matching if name in ("", p.name)]
-        if not word or not matching:
+        if not selector or not matching:
             names = ", ".join(f"{p.number}_{p.name}" for _, p in sorted(PROBLEMS.items()))
             raise UsageError(
-                f"--only {word} matches no problem; expected numbers or names of {names}"
+                f"--only {selector} matches no problem; expected numbers or names of {names}"
             )
-        found += matching
-    return found
+        selection += matching
+    return selection
 
 
-def row(ranks: Sequence[Examined]) -> tuple[str, ...]:
-    """Return the cells of a problem's row: the slowest rank's median times, the worst error."""
-    of, error = PROBLEMS[ranks[0].number], max(each.error for each in ranks)
-    theirs, ours = (
-        summary([each.samples[name] for each in ranks]).median for name in ("reference", "ours")
+def row(ranks: Sequence[ProblemResult]) -> tuple[str, ...]:
+    """Return the table cells of a problem: median times of the slowest rank, and largest error."""
+    problem, error = PROBLEMS[ranks[0].number], max(result.error for result in ranks)
+    baseline, ours = (
+        summary([result.samples[name] for result in ranks]).median for name in ("reference", "ours")
     )
-    shown = "WRONG" if error > 1 else f"{error:.2f}" if error else "0"
-    times = (milliseconds(theirs), milliseconds(ours), f"{theirs / ours:.2f}x")
-    return (f"{of.number} {of.name}", *times, shown, of.what)
+    error_cell = "WRONG" if error > 1 else f"{error:.2f}" if error else "0"
+    times = (milliseconds(baseline), milliseconds(ours), f"{baseline / ours:.2f}x")
+    return (f"{problem.number} {problem.name}", *times, error_cell, problem.description)
 
 
 def report(rows: Sequence[Sequence[str]], title: str, out: Path | None) -> int:
-    """Print the table, write it to ``out``, and return the exit code: 1 if a result is wrong."""
+    """Print the table and write it to ``out``. Returns the exit code, 1 for a wrong result."""
     grid = table(HEAD[0], HEAD[1:-1], HEAD[-1])
     for cells in rows:
         grid.add_row(*cells)
@@ -60,8 +69,8 @@ def report(rows: Sequence[Sequence[str]], title: str, out: Path | None) -> int:
     console().print(title, grid, end, sep="\n")
     if out is not None:
         lines = [HEAD, ("---", *4 * ["---:"], "---"), *rows]
-        text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-        out.write_text(f"{title}\n\n{text}\n\n{end}\n")
+        grid_rows = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        out.write_text(f"{title}\n\n{grid_rows}\n\n{end}\n")
     return bool(wrong)
 
 
@@ -82,8 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="Markdown file for the table")
     options = parser.parse_args(arguments)
     try:
-        at_least(1, repeat=options.repeat)
-        problems, world = selected(options.only), world_size(options.tp, 2)
+        require_at_least(1, repeat=options.repeat)
+        problems, world = select_problems(options.only), world_size(options.tp, 2)
         if world not in WORLDS:
             raise UsageError(
                 f"--tp is {world}; expected one of {WORLDS}, which divide the inputs evenly"
@@ -93,10 +102,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     rows = []
     with open_session(world, threads=1, timeout=600) as run, console().status("") as status:
-        for each in problems:
-            status.update(f"{each.number} {each.name}")
+        for problem in problems:
+            status.update(f"{problem.number} {problem.name}")
             full = options.size == "full"
-            rows.append(row(run(examine, each.number, full, options.repeat)))
+            rows.append(row(run(examine, problem.number, full, options.repeat)))
     title = f"{len(rows)} problems on {world} ranks x 1 thread, {options.size} size, float32."
     return report(rows, title, out) if is_leader() else 0
 

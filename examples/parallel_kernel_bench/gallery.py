@@ -1,7 +1,7 @@
-"""What the gallery is made of: problems, their inputs, and how a result is verified and timed.
+"""Framework of the gallery: problems, inputs, verification and timing.
 
-A problem is a function from `Setup` to `Case`, registered by `problem`. It makes this rank's inputs
-and returns two functions of them: ``reference`` uses torch.distributed, ``ours`` tpkernels.
+A problem is a function from `Setup` to `Case`, registered with `problem`. It creates the local
+inputs and returns two functions: ``reference`` uses torch.distributed, ``ours`` uses tpkernels.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from torch.distributed.device_mesh import init_device_mesh
 import tpkernels
 from tpkernels.timing import Samples, Variant, measure
 
-SMALL = 8  # divides the sizes of the full problems
-_SECONDS = 3.0  # spent on timing a problem
+SMALL = 8  # divisor of all full sizes
+_SECONDS = 3.0  # timing budget of a problem
 Result = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A problem on this rank. ``depth`` is the length of the longest sum whose terms the two
-    functions may add in another order; 0: their results are equal to the bit."""
+    """The two functions of a problem, with the local inputs.
+
+    ``depth`` is the length of the longest sum that the functions may evaluate in different orders;
+    0: the results are bitwise identical.
+    """
 
     reference: Callable[[], Result]
     ours: Callable[[], Result]
@@ -34,7 +37,7 @@ class Case:
 
 
 class Setup:
-    """The ranks, and random inputs that are the same in each run. ``shared`` ones are the same on
+    """Ranks, and random inputs that are identical in every run. ``shared`` inputs are identical on
     all ranks."""
 
     def __init__(self, number: int, *, full: bool = False, dtype: torch.dtype = torch.float32):
@@ -46,21 +49,21 @@ class Setup:
         self._shared, self._own = (torch.Generator().manual_seed(seed) for seed in seeds)
 
     def size(self, full: int) -> int:
-        """Return a size of the full problem, or an eighth of it for a small one."""
+        """Return ``full``, or an eighth of it for the small problem."""
         return full if self._full else max(1, full // SMALL)
 
     def normal(self, *shape: int, shared: bool = False) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator(shared)).to(self.dtype)
 
-    def integers(self, *shape: int, shared: bool = False, most: int = 4) -> torch.Tensor:
-        """Return integers of at most ``most``, whose sums of products are exact."""
-        return self.ids(2 * most + 1, *shape, shared=shared).sub_(most).to(self.dtype)
+    def integers(self, *shape: int, shared: bool = False, max_value: int = 4) -> torch.Tensor:
+        """Return integers in [-max_value, max_value]. Their dot products are exact."""
+        return self.ids(2 * max_value + 1, *shape, shared=shared).sub_(max_value).to(self.dtype)
 
     def ids(self, count: int, *shape: int, shared: bool = False) -> torch.Tensor:
         return torch.randint(count, shape, generator=self._generator(shared))
 
     def mesh(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """Return this rank's groups along two dims: W x 1 ranks, or W/2 x 2 of four or more."""
+        """Return the two groups of this rank in a mesh: W x 1 for W = 2, W/2 x 2 for W >= 4."""
         inner = 2 if self.world % 2 == 0 and self.world > 2 else 1
         return _mesh(self.world // inner, inner)
 
@@ -75,38 +78,38 @@ def _mesh(*shape: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem of ParallelKernelBench, by its number and name there."""
+    """A problem, with its number and name in ParallelKernelBench."""
 
     number: int
     name: str
-    what: str
+    description: str
     build: Callable[[Setup], Case]
 
 
 PROBLEMS: dict[int, Problem] = {}
 
 
-def problem(number: int, what: str) -> Callable[..., Callable[[Setup], Case]]:
-    """Register the function that makes the problem's case, and has its name."""
+def problem(number: int, description: str) -> Callable[..., Callable[[Setup], Case]]:
+    """Register a function that makes the `Case` of a problem. Its name is the problem name."""
 
     def register(build: Callable[[Setup], Case]) -> Callable[[Setup], Case]:
-        PROBLEMS[number] = Problem(number, build.__name__, what, build)
+        PROBLEMS[number] = Problem(number, build.__name__, description, build)
         return build
 
     return register
 
 
 @dataclass(frozen=True)
-class Examined:
-    """A problem on this rank. ``error`` is a share of what is allowed: above 1 it is wrong."""
+class ProblemResult:
+    """Local results of a problem. ``error`` is relative to its bound; above 1 it is wrong."""
 
     number: int
     error: float
     samples: dict[str, Samples]
 
 
-def examine(number: int, full: bool, repeat: int) -> Examined:
-    """Verify a problem, and time both its functions ``repeat`` times, interleaved. Collective."""
+def examine(number: int, full: bool, repeat: int) -> ProblemResult:
+    """Verify a problem and time both functions ``repeat`` times, interleaved. Collective."""
     build = PROBLEMS[number].build
     with torch.no_grad():
         case = build(Setup(number, full=full))
@@ -116,16 +119,19 @@ def examine(number: int, full: bool, repeat: int) -> Examined:
         error = compare(ours, case.reference(), exact.reference(), case.depth)
         variants = {"reference": Variant(case.reference), "ours": Variant(case.ours)}
         samples = measure(variants, repeat=repeat, budget=_SECONDS) if repeat else {}
-    return Examined(number, error, samples)
+    return ProblemResult(number, error, samples)
 
 
 def compare(ours: Result, reference: Result, exact: Result, depth: int) -> float:
-    """Return the largest error as a share of what is allowed: the reference's own error, and
-    sqrt(depth) units in the last place of the largest element. ``exact`` is in float64."""
+    """Return the largest error relative to its bound.
+
+    The bound is the error of the reference plus sqrt(depth) units in the last place of the largest
+    element. ``exact`` is the float64 result.
+    """
     tensors = [(r,) if isinstance(r, torch.Tensor) else r for r in (ours, reference, exact)]
-    if len({len(each) for each in tensors}) != 1:
+    if len({len(results) for results in tensors}) != 1:
         return math.inf
-    return max(_error(*each, depth) for each in zip(*tensors, strict=True))
+    return max(_error(*results, depth) for results in zip(*tensors, strict=True))
 
 
 def _error(ours: torch.Tensor, reference: torch.Tensor, exact: torch.Tensor, depth: int) -> float:

@@ -1,4 +1,4 @@
-"""The fused ops under Triton's interpreter: the kernels that GPUs run, one process per rank."""
+"""Fused ops under the Triton interpreter: the GPU kernels, with one process per rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import faults
-from tests.support.cases import Case, RanksFixture, each, uneven_splits
+from tests.support.cases import Case, RanksFixture, expand_cases, uneven_splits
 from tests.support.cuda_rehearsal import FUSED_OPS
 from tests.support.ranked import check_cases, fresh_group, on_ranks, run_cases
 from tests.support.tiers import sweep
@@ -25,12 +25,12 @@ from tpkernels.symm.device import DeviceWorkspace
 
 FUSED = ("fused",)
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-# Tiles of the interpreter's config are 32 x 32 x 32.
+# The interpreter uses tiles of 32 x 32 x 32.
 SHAPES = {1: (1, 33, 1), 2: (70, 65, 33), 3: (7, 40, 100), 4: (97, 64, 64)}  # M, N, K
 
 
 def split(rows: int, world: int) -> tuple[int, ...]:
-    """Growing with the rank; the first have none where there are few rows."""
+    """Return shard sizes that grow with the rank. With few rows, the first shards are empty."""
     _, growing = islice(uneven_splits(rows, world), 2)
     return growing
 
@@ -62,8 +62,10 @@ OPS: dict[str, Callable[[int, int, int, int], Case]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("world", [2, 1, 3, 4])
-def test_every_dtype(interpreting: RanksFixture, world: int, op: str) -> None:
-    run_cases(interpreting, world, each(OPS[op](*SHAPES[world], world), algorithms=FUSED))
+def test_every_dtype(interpreter_ranks: RanksFixture, world: int, op: str) -> None:
+    run_cases(
+        interpreter_ranks, world, expand_cases(OPS[op](*SHAPES[world], world), algorithms=FUSED)
+    )
 
 
 SEVERAL = Case(
@@ -91,13 +93,13 @@ ADDED = Case(
 
 
 @pytest.mark.thorough
-def test_what_comes_with_the_product(interpreting: RanksFixture) -> None:
-    """Several weights, biases, residuals, dtypes of the result and the wire, strides, batches."""
-    whole = replace(ADDED, op="matmul_all_reduce", sizes=None, wire_dtype=None, out_dtype=F32)
-    split = replace(ADDED, shape=(2, 17, 40), dim=1, layout="plain", weight_layout="plain")
-    cases = [replace(case, dtype=BF16) for case in (SEVERAL, ADDED, whole, split)]
+def test_biases_residuals_dtypes_and_layouts(interpreter_ranks: RanksFixture) -> None:
+    """Several weights, biases, residuals, result and communication dtypes, strides and batches."""
+    all_reduce = replace(ADDED, op="matmul_all_reduce", sizes=None, wire_dtype=None, out_dtype=F32)
+    batched = replace(ADDED, shape=(2, 17, 40), dim=1, layout="plain", weight_layout="plain")
+    cases = [replace(case, dtype=BF16) for case in (SEVERAL, ADDED, all_reduce, batched)]
     cases.append(replace(SEVERAL, shape=(6, 5, 20), layout="plain", dtype=F32))
-    run_cases(interpreting, 2, [replace(case, algorithm="fused") for case in cases])
+    run_cases(interpreter_ranks, 2, [replace(case, algorithm="fused") for case in cases])
 
 
 def shots_job(cases: list[Case], one_shot_bytes: int) -> list[str]:
@@ -111,21 +113,21 @@ def shots_job(cases: list[Case], one_shot_bytes: int) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("shots", sweep([0, 1 << 30]))  # two-shot, one-shot
 @pytest.mark.parametrize("world", [2, *(pytest.param(w, marks=pytest.mark.slow) for w in (3, 4))])
-def test_both_ways_to_reduce_and_shards_of_one_size(
-    interpreting: RanksFixture, world: int, shots: int
+def test_one_shot_and_two_shot_and_even_shards(
+    interpreter_ranks: RanksFixture, world: int, shots: int
 ) -> None:
-    """Also where there are fewer rows of tiles than ranks. Where shards of one size begin, kernels
-    compute; others they look up."""
-    split = [replace(make(42 * world, 40, 33, world), sizes=None) for make in (gather, scatter)]
+    """Some cases have fewer tile rows than ranks. Kernels compute the offsets of even shards, and
+    look up the offsets of uneven shards."""
+    even = [replace(make(42 * world, 40, 33, world), sizes=None) for make in (gather, scatter)]
     cases = [reduce(rows, 40, 33, world) for rows in (33, 100, 64 * world)]
-    wanted = each(*cases, dtypes=(F32,), algorithms=FUSED)
+    variants = expand_cases(*cases, dtypes=(F32,), algorithms=FUSED)
     if shots == 0:
-        wanted += each(*split, dtypes=(F16,), algorithms=FUSED)
-    for found in interpreting(world).run(shots_job, wanted, shots):
-        assert not found, found
+        variants += expand_cases(*even, dtypes=(F16,), algorithms=FUSED)
+    for errors in interpreter_ranks(world).run(shots_job, variants, shots):
+        assert not errors, errors
 
 
-# The protocol.
+# Protocol.
 
 
 def _device(group: dist.ProcessGroup) -> DeviceWorkspace:
@@ -135,14 +137,14 @@ def _device(group: dist.ProcessGroup) -> DeviceWorkspace:
 
 
 def _poison(space: DeviceWorkspace, epoch: int) -> None:
-    """Fills this rank's buffer of a call with NaN."""
+    """Fill the local buffer of an epoch with NaN."""
     region = torch.frombuffer(space._memory[space.rank], dtype=F32)
-    begin = space.buffers_at + (epoch & 1) * space.buffer_stride
+    begin = space.buffers_offset + (epoch & 1) * space.buffer_stride
     region[begin // 4 : (begin + space.buffer_bytes) // 4].fill_(math.nan)
 
 
 def _calls(world: int) -> Iterator[Case]:
-    """Calls in turn, each with other values."""
+    """Yield cases of different ops and sizes in rotation."""
     while True:
         for make in (gather, scatter, reduce, scatter, gather):
             for rows in (40, 9, 33):
@@ -156,13 +158,14 @@ def protocol_job(seed: int, calls: int, delay_us: int, poison: bool, **broken: b
         largest = Case(op="matmul_reduce_scatter", shape=(64 * group.size(), 20), k=(17,))
         wrong += check_cases([replace(largest, algorithm="fused", integers=True)], group)
         chaos = {"seed": seed * 10 + group.rank(), "max_delay_us": delay_us, **broken}
-        workspace = faults.workspace_of(group)
+        workspace = faults.get_workspace(group)
         workspace.set_chaos(**chaos)
         for _, case in zip(range(calls), _calls(group.size()), strict=False):
-            if poison and case.op == "all_gather_matmul":  # the peers have read the last but one
+            # The buffer was last used two calls ago, and all peers have read that data.
+            if poison and case.op == "all_gather_matmul":
                 _poison(_device(group), int(_device(group).state[0]) + 1)
             wrong += check_cases([case], group)
-            if poison and case.op != "all_gather_matmul":  # only this rank reads what peers push
+            if poison and case.op != "all_gather_matmul":  # only the owner reads pushed data
                 _poison(_device(group), int(_device(group).state[0]))
     return wrong
 
@@ -170,35 +173,37 @@ def protocol_job(seed: int, calls: int, delay_us: int, poison: bool, **broken: b
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_many_calls_with_delays_and_poison(interpreting: RanksFixture, world: int) -> None:
-    told = interpreting(world).run(protocol_job, 70 + world, 150, 5000, True, timeout=840)
-    assert not any(told), told
+def test_many_calls_with_delays_and_poison(interpreter_ranks: RanksFixture, world: int) -> None:
+    errors = interpreter_ranks(world).run(protocol_job, 70 + world, 150, 5000, True, timeout=840)
+    assert not any(errors), errors
 
 
 @pytest.mark.thorough
-def test_a_wait_that_is_left_out_is_found(interpreting: RanksFixture) -> None:
+def test_a_skipped_wait_is_detected(interpreter_ranks: RanksFixture) -> None:
     """Negative control: the test above can fail."""
-    told = interpreting(2).run(protocol_job, 5, 8, 20_000, False, timeout=250, skip_waits=True)
-    assert any(told)
+    errors = interpreter_ranks(2).run(
+        protocol_job, 5, 8, 20_000, False, timeout=250, skip_waits=True
+    )
+    assert any(errors)
 
 
-# Where it cannot run.
+# Unsupported devices and dtypes.
 
 
 @on_ranks(2)
-def test_without_the_interpreter_it_says_so() -> None:
+def test_errors_without_the_interpreter() -> None:
     group = faults.new_group()
     for op, dtype in itertools.product(FUSED_OPS, (torch.float32, torch.float64)):
         factors = torch.ones(8, 4, dtype=dtype), torch.ones(4, 3, dtype=dtype)
         call = functools.partial(getattr(tpkernels, op), *factors, group, algorithm="fused")
-        ending = faults.ending_of(call)
+        ending = faults.record_ending(call)
         assert ending.error == "NotImplementedError", ending
         if dtype == torch.float64:
-            assert "does not support float64" in ending.text, ending
+            assert "does not support float64" in ending.message, ending
         else:
-            assert ending.text.startswith(
+            assert ending.message.startswith(
                 f"algorithm 'fused' of {op} needs a GPU, because it runs Triton"
             ), ending
-            assert "TRITON_INTERPRET=1" in ending.text, ending
+            assert "TRITON_INTERPRET=1" in ending.message, ending
     faults.run_op("all_gather_matmul", group)
     assert groups.get(group.group_name).workspace is not None

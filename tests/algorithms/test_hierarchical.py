@@ -1,6 +1,9 @@
-"""``hierarchical`` on groups that span hosts: exact results, the bits, what travels between hosts,
-and what is refused. The hosts share a machine: `on_hosts` keeps their ranks apart. Namespaces are
-in test_hosts.py, faults in failures/test_faults.py."""
+"""``hierarchical`` on groups that span hosts: exact results, bitwise identity with ``unfused``, and
+skipped waits.
+
+`on_hosts` simulates hosts on one machine. test_hosts.py covers network namespaces and
+failures/test_faults.py covers faults.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.algorithms import test_ring
-from tests.support.cases import DTYPES, Case, RanksFixture, each, one_of_each
+from tests.support.cases import DTYPES, Case, RanksFixture, expand_cases, one_of_each
 from tests.support.faults import poison_buffer
 from tests.support.ranked import (
     SMALLEST_WORKSPACE,
@@ -29,8 +32,8 @@ from tpkernels import groups
 from tpkernels.symm.node import Node
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
-# The host of each rank. Sums of fp32 go back to owners on a host before three ranks, those of bf16
-# before five.
+# Host of each rank. A running sum visits a host after the host of the owner, and returns, if that
+# host has at least three ranks (fp32) or five ranks (bf16).
 TWO_AND_ONE, TWO_AND_TWO = "001", "0011"
 LAYOUTS = (TWO_AND_ONE, TWO_AND_TWO, "011", "0111", "00112", "01122")
 
@@ -43,7 +46,9 @@ def run(ranks: RanksFixture, hosts: str, cases: list[Case]) -> None:
 @pytest.mark.parametrize("hosts", sweep(LAYOUTS))
 def test_every_op_and_dtype(ranks: RanksFixture, hosts: str) -> None:
     plain = {replace(case, algorithm="auto") for case in one_of_each(len(hosts))}
-    cases = each(*sorted(plain, key=str), dtypes=(*DTYPES, F64), algorithms=("hierarchical",))
+    cases = expand_cases(
+        *sorted(plain, key=str), dtypes=(*DTYPES, F64), algorithms=("hierarchical",)
+    )
     run(ranks, hosts, cases)
 
 
@@ -78,18 +83,19 @@ BITS = [
 
 
 def bits_job(hosts: str, cases: list[Case]) -> None:
-    """Cases whose bits differ between `unfused` and `hierarchical`, with delays."""
+    """Require that `unfused` and `hierarchical` are bitwise identical, with random delays."""
     with on_hosts(hosts), fresh_group() as group:
         _node(group).workspace.set_chaos(seed=group.rank() + 1, max_delay_us=300)
         for case in cases:
             first, second = (
-                call(replace(case, algorithm=way), group) for way in ("unfused", "hierarchical")
+                call(replace(case, algorithm=algorithm), group)
+                for algorithm in ("unfused", "hierarchical")
             )
             assert all(map(torch.equal, first, second)), str(case)
 
 
 @pytest.mark.parametrize("hosts", sweep((*LAYOUTS, "011111")))
-def test_the_bits_are_those_of_unfused(ranks: RanksFixture, hosts: str) -> None:
+def test_bitwise_identical_to_unfused(ranks: RanksFixture, hosts: str) -> None:
     cases = [replace(case, dtype=dtype) for case in BITS for dtype in DTYPES]
     check_job(ranks(len(hosts)), bits_job, hosts, cases, timeout=120)
 
@@ -101,34 +107,38 @@ def _node(group: dist.ProcessGroup) -> Node:
 
 
 def special_job(hosts: str, dtype: torch.dtype) -> list[str]:
-    """NaN of both signs and with payloads, infinities of both signs, zeros of both signs."""
+    """Compare the results for NaN (both signs, with payloads), infinities and signed zeros."""
     rank, world = dist.get_rank(), len(hosts)
     values = torch.tensor([float("nan"), -float("nan"), float("inf"), -float("inf"), -0.0, 0.0])
-    whole = torch.cartesian_prod(*[values] * world)[:, rank].contiguous()
-    whole[::5] = torch.tensor([0x7FC12300 + rank], dtype=torch.int32).view(F32)
-    x = whole[: len(whole) // world * world].to(dtype)
+    column = torch.cartesian_prod(*[values] * world)[:, rank].contiguous()
+    column[::5] = torch.tensor([0x7FC12300 + rank], dtype=torch.int32).view(F32)
+    x = column[: len(column) // world * world].to(dtype)
     bits = torch.int32 if dtype == F32 else torch.int16
     with on_hosts(hosts), fresh_group() as group:
         wrong = []
         for op in ("reduce_scatter", "all_reduce"):
-            one, other = (
-                getattr(tpkernels, op)(x, group, algorithm=way).view(bits)
-                for way in ("unfused", "hierarchical")
+            unfused, hierarchical = (
+                getattr(tpkernels, op)(x, group, algorithm=algorithm).view(bits)
+                for algorithm in ("unfused", "hierarchical")
             )
-            if not torch.equal(one, other):
-                wrong.append(f"{op}: {int((one != other).sum())} of {one.numel()} differ")
+            if not torch.equal(unfused, hierarchical):
+                wrong.append(
+                    f"{op}: {int((unfused != hierarchical).sum())} of {unfused.numel()} differ"
+                )
     return wrong
 
 
 @pytest.mark.parametrize(
     ("hosts", "dtype"), sweep([("0111", F32), ("011111", BF16), (TWO_AND_TWO, BF16)])
 )
-def test_the_bits_of_what_is_no_number(ranks: RanksFixture, hosts: str, dtype: torch.dtype) -> None:
+def test_special_values_are_bitwise_identical(
+    ranks: RanksFixture, hosts: str, dtype: torch.dtype
+) -> None:
     assert not any(ranks(len(hosts)).run(special_job, hosts, dtype))
 
 
 def delayed_job(hosts: str, calls: int, **broken: bool) -> list[str]:
-    """Calls with random delays; a rank overwrites its own buffers as soon as it may."""
+    """Run calls with random delays. Each rank overwrites its buffers as soon as that is allowed."""
     wrong: list[str] = []
     with on_hosts(hosts), fresh_group(SMALLEST_WORKSPACE) as group:
         node = _node(group)
@@ -147,7 +157,7 @@ def test_calls_with_delays_and_poison(ranks: RanksFixture, hosts: str) -> None:
 
 
 @pytest.mark.thorough
-def test_a_wait_that_is_left_out_is_found(ranks: RanksFixture) -> None:
+def test_a_skipped_wait_is_detected(ranks: RanksFixture) -> None:
     """Negative control: the test above can fail."""
-    told = ranks(4).run(delayed_job, TWO_AND_TWO, 16, timeout=120, skip_waits=True)
-    assert any(told)
+    errors = ranks(4).run(delayed_job, TWO_AND_TWO, 16, timeout=120, skip_waits=True)
+    assert any(errors)

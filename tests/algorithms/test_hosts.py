@@ -1,6 +1,8 @@
-"""Ranks on several hosts: network namespaces with addresses of their own, joined by torchrun. Each
-rank runs ``python -m tests.algorithms.test_hosts JOB FILE`` and writes its results to FILE followed
-by its rank, as JSON."""
+"""Ranks on several hosts: network namespaces with separate addresses, joined by torchrun.
+
+Each rank runs ``python -m tests.algorithms.test_hosts JOB FILE`` and writes its results to
+FILE.<rank>.json.
+"""
 
 from __future__ import annotations
 
@@ -31,50 +33,58 @@ from tests.support.ranked import call, check_cases
 from tpkernels import groups
 
 TIMEOUT = 3.0
-WAYS = ("auto", "unfused", "ring", "hierarchical")
+ALGORITHMS = ("auto", "unfused", "ring", "hierarchical")
 F32 = torch.float32
 MODULE = "tests.algorithms.test_hosts"
-START_SECONDS = 60.0  # torchrun, its rendezvous and the imports of the ranks
+START_SECONDS = 60.0  # time for torchrun, the rendezvous and the imports
 SLACK = 5.0
 
 Started: TypeAlias = list["subprocess.Popen[str]"]
 
 
-# What a rank runs.
+# Jobs of a rank.
 
 
-def _ranks_of_hosts() -> list[list[int]]:
-    """As torchrun has placed them."""
+def _ranks_by_host() -> list[list[int]]:
+    """Return the ranks of each host, in the placement of torchrun."""
     hosts = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(hosts, torch.tensor([int(os.environ["GROUP_RANK"])]))
-    host_of = [int(host) for host in hosts]
-    return [[r for r, of in enumerate(host_of) if of == host] for host in sorted(set(host_of))]
+    host_by_rank = [int(host) for host in hosts]
+    return [
+        [r for r, host_of_rank in enumerate(host_by_rank) if host_of_rank == host]
+        for host in sorted(set(host_by_rank))
+    ]
 
 
 def works() -> dict[str, Any]:
-    """Every op on the group that spans the hosts, and on the group of this host's ranks."""
-    ranks = _ranks_of_hosts()
-    made = [dist.new_group(some) for some in ranks]
-    inside = next(group for group in made if isinstance(group, dist.ProcessGroup))
-    several = max(map(len, ranks)) > 1
-    ways = {"across": WAYS if several else WAYS[:-1], "inside": WAYS[:-1]}
+    """Run every op on the group that spans the hosts and on the group of the local host."""
+    ranks = _ranks_by_host()
+    local_groups = [dist.new_group(members) for members in ranks]
+    local_group = next(group for group in local_groups if isinstance(group, dist.ProcessGroup))
+    has_local_peers = max(map(len, ranks)) > 1
+    algorithms = {
+        "across": ALGORITHMS if has_local_peers else ALGORITHMS[:-1],
+        "inside": ALGORITHMS[:-1],
+    }
     results: dict[str, Any] = {"failures": []}
-    world = faults.group_of(dist.group.WORLD)
-    for name, group in [("across", world), ("inside", inside)]:
+    world = faults.require_group(dist.group.WORLD)
+    for name, group in [("across", world), ("inside", local_group)]:
         tpkernels.init(group, TIMEOUT * 5)
-        near = groups.get(group.group_name).shared_memory
-        results[name] = {"shared_memory": near, "ranks": group.size()}
+        shared_memory = groups.get(group.group_name).shared_memory
+        results[name] = {"shared_memory": shared_memory, "ranks": group.size()}
         cases = {replace(case, algorithm="auto") for case in one_of_each(group.size())}
         for case in sorted(cases, key=str):
-            for way in ways[name]:
-                results["failures"] += check_cases([replace(case, algorithm=way)], group)
+            for algorithm in algorithms[name]:
+                results["failures"] += check_cases([replace(case, algorithm=algorithm)], group)
     results["same_bits"] = []
     for case in [
         Case(op="matmul_reduce_scatter", shape=(120, 33), k=(70,), biases=(F32,)),
         Case(op="all_reduce", shape=(50, 31), dtype=torch.bfloat16),
     ]:
-        outputs = [call(replace(case, algorithm=way), world)[0] for way in ways["across"]]
-        results["same_bits"].append(all(torch.equal(outputs[0], other) for other in outputs))
+        outputs = [
+            call(replace(case, algorithm=algorithm), world)[0] for algorithm in algorithms["across"]
+        ]
+        results["same_bits"].append(all(torch.equal(outputs[0], output) for output in outputs))
     return results
 
 
@@ -85,16 +95,19 @@ def repeated(
     timeout: float,
     after_five: Callable[[], object],
 ) -> dict[str, Any]:
-    """Calls an op again and again until it fails: how that call and the next one end."""
+    """Call an op until it fails. Return the endings of that call and of the call after it.
+
+    ``after_five`` is called after five calls.
+    """
     tpkernels.init(group, timeout)
     call = functools.partial(faults.run_op, op, group, algorithm, 4096)
-    calls, until = 0, time.monotonic() + 60
-    while not (ending := faults.ending_of(call)).error and time.monotonic() < until:
+    calls, deadline = 0, time.monotonic() + 60
+    while not (ending := faults.record_ending(call)).error and time.monotonic() < deadline:
         calls += 1
         if calls == 5:
             after_five()
-    again = faults.ending_of(call)
-    return {**asdict(ending), "calls": calls, "again": asdict(again)}
+    next_ending = faults.record_ending(call)
+    return {**asdict(ending), "calls": calls, "again": asdict(next_ending)}
 
 
 def main() -> None:
@@ -104,42 +117,41 @@ def main() -> None:
     if job == "works":
         results = works()
     else:
-        worked = works() if job == "works_and_cut" else {}
-        group = faults.group_of(dist.new_group())
-        begun = Path(f"{out}.{dist.get_rank()}")
-        results = worked | repeated(group, *arguments, TIMEOUT, begun.touch)
+        earlier = works() if job == "works_and_cut" else {}
+        group = faults.require_group(dist.new_group())
+        marker = Path(f"{out}.{dist.get_rank()}")
+        results = earlier | repeated(group, *arguments, TIMEOUT, marker.touch)
     Path(f"{out}.{os.environ['RANK']}.json").write_text(json.dumps(results))
     sys.stdout.flush()
-    os._exit(0)  # destroy_process_group may wait for a peer that cannot be reached
+    os._exit(0)  # destroy_process_group may wait for an unreachable peer
 
 
-# The tests.
+# Tests.
 
 
 @pytest.fixture(autouse=True)
 def _paths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks import this package and these tests."""
+    """Let the ranks import the package and the tests."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    """Two hosts, removed afterwards with all that runs on them."""
-    two = Hosts(2)
+    """Yield two hosts. Teardown removes them and ends their processes."""
+    pair = Hosts(2)
     try:
-        two.__enter__()
+        pair.__enter__()
     except OSError as error:
         pytest.skip(f"cannot make network namespaces: {error}")
     try:
-        yield two
+        yield pair
     finally:
-        two.__exit__(None, None, None)
+        pair.__exit__(None, None, None)
 
 
 @pytest.fixture
 def start(hosts: Hosts) -> Callable[..., Started]:
-    """``start(nproc, ...)`` runs this module on both, with ``nproc[i]`` ranks on host
-    i."""
+    """``start(nproc, ...)`` runs this module with ``nproc[i]`` ranks on host i."""
 
     def run(nproc: tuple[int, int], *arguments: str) -> Started:
         return [hosts.torchrun(i, count, MODULE, *arguments) for i, count in enumerate(nproc)]
@@ -148,19 +160,19 @@ def start(hosts: Hosts) -> Callable[..., Started]:
 
 
 def results(started: Started, out: Path, world: int, seconds: float) -> list[dict[str, Any]]:
-    """What the ranks found."""
+    """Wait for the processes and return the results of the ranks."""
     for process in started:
-        said = process.communicate(timeout=seconds)
-        assert process.returncode == 0, said[1][-3000:]
+        output = process.communicate(timeout=seconds)
+        assert process.returncode == 0, output[1][-3000:]
     return [json.loads(Path(f"{out}.{rank}.json").read_text()) for rank in range(world)]
 
 
-def require_works(found: dict[str, Any], nproc: tuple[int, int]) -> None:
-    """All ops worked, on both groups."""
-    assert not found["failures"], "\n".join(found["failures"])
-    assert found["across"] == {"shared_memory": False, "ranks": sum(nproc)}
-    assert found["inside"]["shared_memory"] and found["inside"]["ranks"] in nproc
-    assert found["same_bits"] == [True, True]
+def require_works(result: dict[str, Any], nproc: tuple[int, int]) -> None:
+    """Require that every op passed on both groups."""
+    assert not result["failures"], "\n".join(result["failures"])
+    assert result["across"] == {"shared_memory": False, "ranks": sum(nproc)}
+    assert result["inside"]["shared_memory"] and result["inside"]["ranks"] in nproc
+    assert result["same_bits"] == [True, True]
 
 
 @pytest.mark.slow
@@ -168,18 +180,21 @@ def require_works(found: dict[str, Any], nproc: tuple[int, int]) -> None:
 def test_ops_work_across_hosts(
     start: Callable[..., Started], tmp_path: Path, nproc: tuple[int, int]
 ) -> None:
-    """Two ranks on each work before their link is cut."""
+    """Run every op with one rank on the second host, and one or two ranks on the first.
+
+    `test_a_cut_link_is_a_timeout` covers two ranks per host.
+    """
     out = tmp_path / "found"
     started = start(nproc, "works", str(out))
-    for found in results(started, out, sum(nproc), START_SECONDS + 90):
-        require_works(found, nproc)
+    for result in results(started, out, sum(nproc), START_SECONDS + 90):
+        require_works(result, nproc)
 
 
-def found_by(ranks: list[int], out: Path, seconds: float) -> list[dict[str, Any]]:
-    """What ranks found that need not end well."""
-    files, until = [Path(f"{out}.{rank}.json") for rank in ranks], time.monotonic() + seconds
+def wait_for_results(ranks: list[int], out: Path, seconds: float) -> list[dict[str, Any]]:
+    """Return the results of ranks whose processes may not exit."""
+    files, deadline = [Path(f"{out}.{rank}.json") for rank in ranks], time.monotonic() + seconds
     while not all(file.exists() and file.stat().st_size for file in files):
-        assert time.monotonic() < until, "a rank hangs"
+        assert time.monotonic() < deadline, "a rank hangs"
         time.sleep(0.02)
     return [json.loads(file.read_text()) for file in files]
 
@@ -194,35 +209,45 @@ def found_by(ranks: list[int], out: Path, seconds: float) -> list[dict[str, Any]
         ("hierarchical", "matmul_all_reduce"),
     ],
 )
-def test_a_link_that_is_cut_is_a_timeout(
+def test_a_cut_link_is_a_timeout(
     hosts: Hosts, start: Callable[..., Started], tmp_path: Path, algorithm: str, op: str
 ) -> None:
     out = tmp_path / "found"
-    each = 2 if algorithm == "hierarchical" else 1
-    job = "works_and_cut" if each == 2 else "cut"
-    started, world = start((each, each), job, str(out), algorithm, op), 2 * each
-    until = time.monotonic() + START_SECONDS + 90
+    ranks_per_host = 2 if algorithm == "hierarchical" else 1
+    job = "works_and_cut" if ranks_per_host == 2 else "cut"
+    started, world = (
+        start((ranks_per_host, ranks_per_host), job, str(out), algorithm, op),
+        2 * ranks_per_host,
+    )
+    deadline = time.monotonic() + START_SECONDS + 90
     while not all(Path(f"{out}.{rank}").exists() for rank in range(world)):
-        assert time.monotonic() < until, "the ranks have not begun"
+        assert time.monotonic() < deadline, "the ranks have not begun"
         assert all(process.poll() is None for process in started), started[0].communicate()
         time.sleep(0.02)
     hosts.cut(1)
     errors: list[str] = []
-    for rank, found in enumerate(found_by([*range(world)], out, TIMEOUT + 10)):
-        if each == 2:
-            require_works(found, (2, 2))
-        errors.append(found["error"])
-        assert found["calls"] >= 5, found
-        assert found["text"].startswith(op) and f"rank {rank} waited" in found["text"], found
-        assert re.search(f"timeout {TIMEOUT:g} s|waited 3.* s for", found["text"])
-        assert "create a new group" in found["text"], found
-        assert 0.9 * TIMEOUT < found["seconds"] < TIMEOUT + SLACK, found
-        again = found["again"]
-        assert again["error"] == "GroupBrokenError" and found["error"] in again["text"], found
-        assert again["seconds"] < TIMEOUT / 2, found
-    # The first of several ranks to give up closes its connections, which the others notice.
+    for rank, result in enumerate(wait_for_results([*range(world)], out, TIMEOUT + 10)):
+        if ranks_per_host == 2:
+            require_works(result, (2, 2))
+        errors.append(result["error"])
+        assert result["calls"] >= 5, result
+        assert result["message"].startswith(op) and f"rank {rank} waited" in result["message"], (
+            result
+        )
+        assert re.search(f"timeout {TIMEOUT:g} s|waited 3.* s for", result["message"])
+        assert "create a new group" in result["message"], result
+        assert 0.9 * TIMEOUT < result["seconds"] < TIMEOUT + SLACK, result
+        next_ending = result["again"]
+        assert (
+            next_ending["error"] == "GroupBrokenError" and result["error"] in next_ending["message"]
+        ), result
+        assert next_ending["seconds"] < TIMEOUT / 2, result
+    # With two ranks per host, the first rank that times out closes its connections, and its peers
+    # report a lost peer.
     assert "CollectiveTimeoutError" in errors, errors
-    assert set(errors) <= {"CollectiveTimeoutError", *["PeerLostError"] * (each > 1)}, errors
+    assert set(errors) <= {"CollectiveTimeoutError", *["PeerLostError"] * (ranks_per_host > 1)}, (
+        errors
+    )
 
 
 def test_hosts_are_removed_when_a_test_fails() -> None:

@@ -1,5 +1,5 @@
-"""``multimem`` between processes, with stand-ins for torch's ops and for CUDA tensors: results,
-torch's calls and what follows them, and refusals. No GPU has confirmed it."""
+"""``multimem`` between processes, with stand-ins for the torch ops and CUDA tensors: results,
+launches and refusals. Not confirmed on a GPU."""
 
 from __future__ import annotations
 
@@ -29,39 +29,44 @@ from tests.algorithms.test_unfused_cuda import (
     by_torch,
     factors,
     fake,
-    queue_of,
+    record_queue,
 )
 from tests.planning.test_choose import problem
 from tests.support import faults
 from tests.support.cases import Case, one_of_each, uneven_splits
-from tests.support.cuda_rehearsal import ALL_QUALIFIED, SharedMemory, use_memory, with_handle
-from tests.support.emulated import BF16, F32, anywhere, on_ranks, require_none
+from tests.support.cuda_rehearsal import (
+    ALL_QUALIFIED,
+    SharedMemory,
+    memory_with_handle,
+    use_symmetric_memory,
+)
+from tests.support.emulated import BF16, F32, on_ranks, require_no_failures, sum_over_ranks
 from tests.support.multimem_rehearsal import Multimem
-from tests.support.nccl_rehearsal import over_nccl
+from tests.support.nccl_rehearsal import nccl_code_path
 from tests.support.ranked import check_cases, fresh_group
 from tests.support.tiers import sweep
 from tpkernels import groups
 from tpkernels.algorithms import multimem
 from tpkernels.errors import CaptureError, WorkspaceMemoryError
-from tpkernels.planning.choose import Means, candidates, choose
+from tpkernels.planning.choose import Capabilities, candidates, choose
 from tpkernels.planning.problem import VENDOR
 from tpkernels.symm import streams
 
 REDUCED, SCATTERED = "multimem_all_reduce_", "multimem_one_shot_all_reduce_out"
 GATHERED = "multimem_all_gather_out"
-SMALL = (15, *[1] * 7)  # sizes of shards, of which rank 1 has a small one
+SMALL = (15, *[1] * 7)  # shard sizes; rank 1 holds a small shard
 
 
-def cases_of(world: int, dtype: torch.dtype) -> list[Case]:
-    """Every op; rows of a whole number of packs and of less, which the slots of ranks pad; empty
-    shards; other dims; epilogues. Later ones need more memory than there is."""
+def make_cases(world: int, dtype: torch.dtype) -> list[Case]:
+    """Return cases of every op: rows of full and partial packs (the slots pad the latter), empty
+    shards, different dims and epilogues. Later cases enlarge the workspace."""
     cases = [case for case in one_of_each(world) if case.algorithm == "direct"]
-    for total, width in ((5, 3), (50, 8), (30 * world, 64)):
+    for total, columns in ((5, 3), (50, 8), (30 * world, 64)):
         for sizes in uneven_splits(total, world):
-            shape = (total, width)
+            shape = (total, columns)
             cases += [Case(op=op, shape=shape, sizes=sizes) for op in (AG, RS)]
             cases += [
-                Case(op=AGM, shape=shape, sizes=sizes, n=(6, 9), return_gathered=width == 8),
+                Case(op=AGM, shape=shape, sizes=sizes, n=(6, 9), return_gathered=columns == 8),
                 Case(op=MRS, shape=shape, sizes=sizes, k=(5, 7), biases=(F32,), residual=dtype),
             ]
     middle = {"shape": (2, 4 * world, 24), "dim": 1}
@@ -79,39 +84,41 @@ def cases_of(world: int, dtype: torch.dtype) -> list[Case]:
 @pytest.mark.parametrize("world", sweep([3, 2, 4]))
 @on_ranks()
 def test_results() -> None:
-    """Of integers, whose sums are exact in any order."""
-    cases = [case for dtype in (F32, BF16) for case in cases_of(dist.get_world_size(), dtype)]
-    with over_nccl(), fresh_group() as group:
-        require_none(check_cases(cases, group))
-        found = groups.get(group.group_name).workspace.on_gpus[torch.device("cpu")]
-        assert len(found._multicast) > 1
+    """The data are integers, whose sums are exact in any order."""
+    cases = [case for dtype in (F32, BF16) for case in make_cases(dist.get_world_size(), dtype)]
+    with nccl_code_path(), fresh_group() as group:
+        require_no_failures(check_cases(cases, group))
+        workspace = groups.get(group.group_name).workspace.cuda_workspaces[torch.device("cpu")]
+        assert len(workspace._multicast) > 1
         assert {REDUCED, SCATTERED, GATHERED} == set(multimem._ops.calls)
 
 
-@pytest.mark.parametrize("meets", [True, False])
+@pytest.mark.parametrize("has_barrier", [True, False])
 @on_ranks(3)
-def test_a_buffer_is_used_again_when_all_have_read_it(meets: bool) -> None:
-    """Negative control: torch's ops end without a barrier."""
+def test_a_buffer_is_reused_after_a_barrier(has_barrier: bool) -> None:
+    """Many calls reuse the buffers. Negative control: without the final barrier of the torch ops,
+    some results are wrong."""
     wrong = 0
-    with over_nccl() as patch, fresh_group() as group:
-        patch.setattr(multimem, "_ops", Multimem(meets))
+    with nccl_code_path() as patch, fresh_group() as group:
+        patch.setattr(multimem, "_ops", Multimem(has_barrier))
         rank, world = group.rank(), group.size()
         ranks = sum(range(world))
-        for turn in range(60):
-            x = torch.full((4 * world, 24), float(turn + rank))
+        for step in range(60):
+            x = torch.full((4 * world, 24), float(step + rank))
             total = tpkernels.reduce_scatter(x, group, algorithm="multimem")
-            wrong += not bool((total == world * turn + ranks).all())
-            whole = tpkernels.all_gather(x[:4], group, algorithm="multimem")
-            wrong += not torch.equal(whole[::4, 0], torch.arange(world).add(turn).to(F32))
-    assert (anywhere(wrong) > 0) == (not meets), wrong
+            wrong += not bool((total == world * step + ranks).all())
+            gathered = tpkernels.all_gather(x[:4], group, algorithm="multimem")
+            wrong += not torch.equal(gathered[::4, 0], torch.arange(world).add(step).to(F32))
+    assert (sum_over_ranks(wrong) > 0) == (not has_barrier), wrong
 
 
 @on_ranks(2)
 def test_a_symmetric_tensor_is_copied() -> None:
-    """Torch's kernels would wait for ever for a rank that passed another one."""
-    with over_nccl(), fresh_group() as group:
-        own = groups.get(group.group_name).ready("cuda")
-        x = own.make_symmetric((4, 8), F32, torch.device("cpu")).fill_(1)
+    """Only rank 0 passes a symmetric tensor. In place, the torch kernels would wait forever for a
+    rank that passed a different tensor."""
+    with nccl_code_path(), fresh_group() as group:
+        state = groups.get(group.group_name).ready("cuda")
+        x = state.make_symmetric((4, 8), F32, torch.device("cpu")).fill_(1)
         if group.rank() == 1:
             x = torch.ones(4, 8)
         assert bool((tpkernels.all_reduce(x, group, algorithm="multimem") == 2).all())
@@ -123,12 +130,12 @@ def test_a_symmetric_tensor_is_copied() -> None:
 # Refusals.
 
 
-WITHOUT_MULTICAST = with_handle(lambda handle: replace(handle, multicast_ptr=0))
+WITHOUT_MULTICAST = memory_with_handle(lambda handle: replace(handle, multicast_ptr=0))
 
 
 @on_ranks(2)
-def test_what_it_needs() -> None:
-    with over_nccl() as patch, fresh_group() as group:
+def test_requirements() -> None:
+    with nccl_code_path() as patch, fresh_group() as group:
         x = torch.ones(4, 8)
         ordered = dist.new_group()
         tpkernels.init(ordered, numerics="ordered")
@@ -145,17 +152,18 @@ def test_what_it_needs() -> None:
             x.half(), torch.ones(8, 8).half(), group, wire_dtype=F32, algorithm="multimem"
         )
         if group.rank() == 1:
-            use_memory(patch, WITHOUT_MULTICAST)
-        other = faults.new_group()
+            use_symmetric_memory(patch, WITHOUT_MULTICAST)
+        second_group = faults.new_group()
         with pytest.raises(NotImplementedError, match="the GPUs has no multicast address"):
-            tpkernels.all_gather(x, other, algorithm="multimem")
-        tpkernels.all_gather(x, other, algorithm="direct")
+            tpkernels.all_gather(x, second_group, algorithm="multimem")
+        tpkernels.all_gather(x, second_group, algorithm="direct")
 
 
 @on_ranks(2)
 def test_memory_that_cannot_grow() -> None:
-    """In a capture, and where a rank has no multicast for more. The group goes on."""
-    with over_nccl() as patch, fresh_group() as group:
+    """A capture, and a rank without multicast memory, cannot enlarge the workspace. The group
+    remains usable."""
+    with nccl_code_path() as patch, fresh_group() as group:
         small, large = torch.ones(4, 8), torch.ones(100, 100)
 
         def reduce(x: torch.Tensor) -> bool:
@@ -166,25 +174,25 @@ def test_memory_that_cannot_grow() -> None:
             capture.setattr(streams, "is_captured", lambda _: True)
             with pytest.raises(CaptureError, match="call it once before the graph capture"):
                 reduce(large)
-        use_memory(patch, WITHOUT_MULTICAST)
+        use_symmetric_memory(patch, WITHOUT_MULTICAST)
         with pytest.raises(WorkspaceMemoryError, match="no multicast address"):
             reduce(large)
         assert reduce(small)
-        use_memory(patch, SharedMemory)
+        use_symmetric_memory(patch, SharedMemory)
         assert reduce(large)
 
 
 @pytest.mark.parametrize("op", [AR, RS, AG])
-def test_auto_never_takes_it(op: str) -> None:
-    """Though it is qualified: a lost peer would hang the GPU."""
-    means = Means(shared_memory=True, qualification=ALL_QUALIFIED)
-    on_gpus = problem(op, device="cuda", numerics=VENDOR)
-    assert means.qualification.why_not(op, "multimem") is None
-    assert candidates(on_gpus, means) == ["unfused", "ring", "direct"]
-    assert choose(on_gpus, means, requested="multimem").algorithm == "multimem"
+def test_auto_never_selects_multimem(op: str) -> None:
+    """``multimem`` is qualified, but a lost peer would hang the GPU."""
+    capabilities = Capabilities(shared_memory=True, qualification=ALL_QUALIFIED)
+    cuda_problem = problem(op, device="cuda", numerics=VENDOR)
+    assert capabilities.qualification.reason_against(op, "multimem") is None
+    assert candidates(cuda_problem, capabilities) == ["unfused", "ring", "direct"]
+    assert choose(cuda_problem, capabilities, requested="multimem").algorithm == "multimem"
 
 
-# What a rank queues, on fake CUDA tensors.
+# Launches of a rank, on fake CUDA tensors.
 
 
 def queued(
@@ -198,15 +206,15 @@ def queued(
         names.append(call.group.pg.queue.launches)
         yield SimpleNamespace(multicast=fake(nbytes, dtype=torch.uint8))
 
-    def torchs(name: str) -> Callable[..., None]:
+    def recorder(name: str) -> Callable[..., None]:
         return lambda *_: names[-1].append(name)
 
     monkeypatch.setattr(multimem, "_workspace", workspace)
     monkeypatch.setattr(multimem, "_is_aligned", lambda _: True)  # fake tensors have no address
-    named = {name: torchs(name) for name in (REDUCED, SCATTERED, GATHERED)}
-    monkeypatch.setattr(multimem, "_ops", SimpleNamespace(**named))
+    ops = {name: recorder(name) for name in (REDUCED, SCATTERED, GATHERED)}
+    monkeypatch.setattr(multimem, "_ops", SimpleNamespace(**ops))
     monkeypatch.setattr("tests.support.launches.Collectives.group_name", "a group", raising=False)
-    return queue_of(op, VENDOR, make, "multimem").launches
+    return record_queue(op, VENDOR, make, "multimem").launches
 
 
 @pytest.mark.parametrize(
@@ -237,24 +245,23 @@ def test_launches(
     make: Callable[[], dict[str, Any]],
     launches: Sequence[str],
 ) -> None:
-    """A matmul writes into symmetric memory. Behind the sum there is one launch, and in a
-    reduce-scatter of whole packs without bias none."""
+    """The matmul writes to symmetric memory. One launch follows the reduction, except in a
+    reduce-scatter of full packs without bias."""
     assert queued(monkeypatch, op, make) == launches
 
 
 def test_torch_normalises_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     make = factors(norm_weight=(32,), residual=(64, 32))
-    found = queued(monkeypatch, f"{MAR}_rms_norm", make)
-    assert found[:3] == ["mm", REDUCED, SUM] and by_torch(found[3:])
+    launches = queued(monkeypatch, f"{MAR}_rms_norm", make)
+    assert launches[:3] == ["mm", REDUCED, SUM] and by_torch(launches[3:])
 
 
-def test_torch_has_the_ops() -> None:
-    """With the arguments that they are called with."""
+def test_schemas_of_the_torch_ops() -> None:
     ops = torch.ops.symm_mem
-    for name, wanted in {
+    for name, expected in {
         REDUCED: ["input", "reduce_op", "group_name"],
         SCATTERED: ["input", "reduce_op", "group_name", "out"],
         GATHERED: ["input", "group_name", "out"],
     }.items():
         schema = getattr(ops, name).default._schema
-        assert [argument.name for argument in schema.arguments] == wanted, schema
+        assert [argument.name for argument in schema.arguments] == expected, schema

@@ -1,5 +1,5 @@
-"""``ring``, and ``unfused`` beside it, where ranks share no memory: against float64, to the bit,
-and what travels. ops/test_<op>.py run it where they do."""
+"""``ring``, compared with ``unfused``, on ranks without shared memory: results against float64,
+bitwise identity, and bytes sent. tests/ops covers ranks with shared memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.cases import DTYPES, Case, RanksFixture, each, one_of_each, uneven_splits
-from tests.support.emulated import anywhere
-from tests.support.ranked import apart, bytes_sent, call, fresh_group, on_ranks, run_cases
+from tests.support.cases import DTYPES, Case, RanksFixture, expand_cases, one_of_each, uneven_splits
+from tests.support.emulated import sum_over_ranks
+from tests.support.ranked import bytes_sent, call, fresh_group, on_ranks, run_cases, separate_hosts
 from tests.support.tiers import sweep
 from tpkernels.algorithms import ring
 
 F32, BF16 = torch.float32, torch.bfloat16
-# The ops, and the factors of those that multiply.
+# Ops, and the weight shapes of the ops with a matmul.
 OPS: dict[str, dict[str, Any]] = {"all_gather": {}, "reduce_scatter": {}, "all_reduce": {}}
 OPS |= {"all_gather_matmul": {"n": (8,)}}
 OPS |= {op: {"k": (8,)} for op in ("matmul_reduce_scatter", "matmul_all_reduce")}
@@ -28,18 +28,22 @@ def run(ranks: RanksFixture, world: int, cases: list[Case]) -> None:
     run_cases(ranks, world, cases, hosts="01234"[:world])
 
 
-def ways(*cases: Case, **options: Any) -> list[Case]:
-    return each(*cases, algorithms=("unfused", "ring", "auto"), **options)
+def with_algorithms(*cases: Case, **options: Any) -> list[Case]:
+    return expand_cases(*cases, algorithms=("unfused", "ring", "auto"), **options)
 
 
 @pytest.mark.parametrize("world", sweep((3, 2, 4, 5)))
 def test_every_op_and_dtype(ranks: RanksFixture, world: int) -> None:
     plain = [replace(case, algorithm="ring") for case in dict.fromkeys(one_of_each(world))]
-    run(ranks, world, ways(*{replace(c, integers=False, algorithm="auto") for c in plain}))
+    run(
+        ranks,
+        world,
+        with_algorithms(*{replace(c, integers=False, algorithm="auto") for c in plain}),
+    )
 
 
 def uneven_cases(world: int, algorithm: str) -> list[Case]:
-    """Shards of several dims, uneven and empty ones, exact."""
+    """Return exact cases with even, uneven and empty shards along several dims."""
     cases = []
     for sizes in [*uneven_splits(23, world), (0,) * world]:
         rows = sum(sizes)
@@ -79,53 +83,53 @@ BITS = [
 
 @pytest.mark.parametrize("world", sweep((3, 2, 4, 5)))
 @on_ranks()
-def test_the_bits_are_those_of_unfused() -> None:
-    """With memory in common and without."""
+def test_bitwise_identical_to_unfused() -> None:
+    """All results agree, on a group with shared memory and on a group without."""
     cases = [replace(case, dtype=dtype) for case in BITS for dtype in DTYPES]
-    found: dict[Case, list[torch.Tensor]] = {}
-    with fresh_group() as near, apart(), fresh_group() as far:
-        for case, group in itertools.product(cases, (near, far)):
-            for way in ("unfused", "ring"):
-                got = call(replace(case, algorithm=way), group)
-                first = found.setdefault(case, got)
-                assert all(map(torch.equal, got, first)), f"{case} {way}"
+    references: dict[Case, list[torch.Tensor]] = {}
+    with fresh_group() as sharing, separate_hosts(), fresh_group() as separate:
+        for case, group in itertools.product(cases, (sharing, separate)):
+            for algorithm in ("unfused", "ring"):
+                result = call(replace(case, algorithm=algorithm), group)
+                reference = references.setdefault(case, result)
+                assert all(map(torch.equal, result, reference)), f"{case} {algorithm}"
 
 
-# What travels.
+# Bytes sent.
 
 
 @pytest.mark.parametrize("world", range(1, 10))
 def test_the_steps_of_the_ring(world: int) -> None:
-    """Each rank gets every shard once, from a neighbour that has it, in half as many steps as there
-    are peers; what one sends in a step the other receives."""
-    steps = [list(ring.hops(rank, world)) for rank in range(world)]
-    have = [{(rank, part) for part in (0, 1)} for rank in range(world)]
+    """Each rank receives every shard once, from a neighbour that already holds it, in W // 2 steps.
+    The sends and receives of a step match."""
+    steps = [list(ring.ring_steps(rank, world)) for rank in range(world)]
+    owned = [{(rank, half) for half in (0, 1)} for rank in range(world)]
     for step in zip(*steps, strict=True):
-        every = [
+        all_hops = [
             (rank, hop, half)
             for rank, hops in enumerate(step)
             for hop in hops
-            for half in (range(2) if hop.parts == 1 else [hop.part])
+            for half in (range(2) if hop.num_slices == 1 else [hop.slice_index])
         ]
-        halves = {(rank, hop.to, hop.sent, half) for rank, hop, half in every}
-        expected = {(hop.source, rank, hop.received, half) for rank, hop, half in every}
-        assert halves == expected
-        for sender, receiver, owner, half in halves:
-            assert (owner, half) in have[sender]
+        sends = {(rank, hop.dst, hop.sent_owner, half) for rank, hop, half in all_hops}
+        receives = {(hop.src, rank, hop.recv_owner, half) for rank, hop, half in all_hops}
+        assert sends == receives
+        for sender, receiver, owner, half in sends:
+            assert (owner, half) in owned[sender]
             assert (receiver - sender) % world in (1, world - 1)
-        for _, receiver, owner, half in halves:
-            assert (owner, half) not in have[receiver]
-            have[receiver].add((owner, half))
-    assert all(len(parts) == 2 * world for parts in have)
+        for _, receiver, owner, half in sends:
+            assert (owner, half) not in owned[receiver]
+            owned[receiver].add((owner, half))
+    assert all(len(shards) == 2 * world for shards in owned)
     assert all(len(rank) == world // 2 for rank in steps)
 
 
 @pytest.mark.parametrize("world", sweep((3, 2, 4, 5)))
 @on_ranks()
-def test_no_more_travels_than_must() -> None:
-    """(W-1)/W of the tensor from each rank, twice for an all-reduce: as in an all-to-all and an
-    all-gather."""
-    with apart(), fresh_group() as group:
+def test_bytes_sent_are_minimal() -> None:
+    """Each rank sends (W-1)/W of the tensor, and twice that for an all-reduce: as much as an
+    all-to-all plus an all-gather."""
+    with separate_hosts(), fresh_group() as group:
         world = group.size()
         for op, factors in OPS.items():
             shape = (12 * world, 10)
@@ -133,6 +137,6 @@ def test_no_more_travels_than_must() -> None:
             call(case, group)
             with bytes_sent() as sent:
                 call(case, group)
-            shard, twice = prod(shape) * 2 // world, 2 if "all_reduce" in op else 1
-            total = anywhere(sent.total())
-            assert total == world * (world - 1) * shard * twice, (op, total)
+            shard_bytes, passes = prod(shape) * 2 // world, 2 if "all_reduce" in op else 1
+            total = sum_over_ranks(sent.total())
+            assert total == world * (world - 1) * shard_bytes * passes, (op, total)

@@ -1,6 +1,8 @@
-"""What `unfused`, and for routed rows `direct`, queue on a GPU, launch by launch. The
-tensors are fake: this counts, and no GPU has confirmed it. Whatever made a host wait would
-raise."""
+"""Launches that ``unfused``, and ``direct`` for MoE ops, queue on a GPU.
+
+The tensors are fake: launches are counted, and no kernel runs. A host synchronization would raise.
+No GPU has confirmed the counts.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,13 @@ from tpkernels.local.matmul import local_matmul
 from tpkernels.ops.arguments import arguments_class
 from tpkernels.ops.experts import _routes_of_experts
 from tpkernels.ops.grouped_matmul import grouped_matmul
-from tpkernels.ops.problems import problem_of
-from tpkernels.ops.registration import execution_of
-from tpkernels.planning.choose import Means, choose
+from tpkernels.ops.problems import make_problem
+from tpkernels.ops.registration import get_executor
+from tpkernels.planning.choose import Capabilities, choose
 from tpkernels.planning.op_spec import OPS
 from tpkernels.planning.problem import ORDERED, VENDOR
 from tpkernels.symm import streams
-from tpkernels.symm.device import Prepared
+from tpkernels.symm.device import PreparedCall
 
 WORLD, RANK = 8, 1
 BF16, F32 = torch.bfloat16, torch.float32
@@ -38,46 +40,46 @@ def fake(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="cuda")
 
 
-def queue_of(
+def record_queue(
     op: str,
     numerics: str,
     make: Callable[[], dict[str, Any]],
     algorithm: str = "unfused",
     world: int = WORLD,
 ) -> Queue:
-    """What a call of an op queues, from its checked arguments on."""
+    """Call an op with checked arguments and return the queue of its launches."""
     with queued(min(RANK, world - 1), world) as (queue, group):
         cls = arguments_class(OPS[op.rstrip("_")])
-        given = cls(**{"group": "", "algorithm": algorithm} | make())
-        problem = problem_of(op.rstrip("_"), group, given)
+        args = cls(**{"group": "", "algorithm": algorithm} | make())
+        problem = make_problem(op.rstrip("_"), group, args)
         if problem.spec.reduces:
             problem = replace(problem, numerics=numerics)
-        plan = choose(problem, Means(shared_memory=True), requested=algorithm)
+        plan = choose(problem, Capabilities(shared_memory=True), requested=algorithm)
         call = Call(group, problem, plan, TABLES["cuda"][problem.op, algorithm], 0)
         queue.launches.clear()
         queue.touched = 0
-        execution_of(problem.spec, in_place=op.endswith("_"))(call, given)
+        get_executor(problem.spec, in_place=op.endswith("_"))(call, args)
     return queue
 
 
 TENSORS = {"x", "w", "bias", "residual", "weight", "norm_weight", "routes", "topk_weights"}
 TENSORS |= {"counts"}
-Shape = tuple[Any, ...]  # a dtype last, if it is not bf16
+Shape = tuple[Any, ...]  # dims, then a dtype unless it is bf16
 
 
-def arguments(**given: Any) -> Callable[[], dict[str, Any]]:
-    """Makes the arguments of a call: tensors of the shapes that are given for them."""
+def arguments(**shapes: Any) -> Callable[[], dict[str, Any]]:
+    """Return a function that creates the arguments of a call. Shapes stand for tensors."""
 
     def tensor(shape: Shape) -> torch.Tensor:
         *dims, last = shape
         return fake(*dims, dtype=last) if isinstance(last, torch.dtype) else fake(*shape)
 
-    def made(name: str, value: Any) -> Any:
+    def make_value(name: str, value: Any) -> Any:
         if name in ("weights", "biases"):
             return [tensor(shape) for shape in value]
         return tensor(value) if name in TENSORS else value
 
-    return lambda: {name: made(name, value) for name, value in given.items()}
+    return lambda: {name: make_value(name, value) for name, value in shapes.items()}
 
 
 def factors(**more: Any) -> Callable[[], dict[str, Any]]:
@@ -88,7 +90,7 @@ UNEVEN = tuple(shard_sizes(60, WORLD))
 RS, AR, IN_PLACE = "reduce_scatter", "all_reduce", "all_reduce_"
 MRS, MAR, AGM = "matmul_reduce_scatter", "matmul_all_reduce", "all_gather_matmul"
 A2A, SUM, AG = "all_to_all", "sum_partials", "all_gather"
-# What a sum queues with the numerics "ordered", if nothing else is said.
+# Default launches of a reduction with numerics "ordered".
 IN_ORDER = {MRS: ["mm", A2A, SUM], MAR: ["mm", A2A, SUM, AG], RS: [A2A, SUM]}
 IN_ORDER |= {op: [A2A, SUM, AG] for op in (AR, IN_PLACE)}
 
@@ -96,7 +98,7 @@ BATCH: dict[str, Any] = {"x": (2, 64, 16), "scatter_dim": 1}
 GATHER: dict[str, Any] = {"x": (8, 16), "weights": [(16, 32)]}
 A2A_SIZES = {"gather_dim": 1, "scatter_dim": 2, "gather_sizes": UNEVEN, "scatter_sizes": UNEVEN}
 
-# (op, arguments, what is queued with "vendor", and with "ordered" if it differs from IN_ORDER)
+# (op, arguments, launches with "vendor", launches with "ordered" if they differ from IN_ORDER)
 CASES: dict[str, tuple[Any, ...]] = {
     "scatter": (MRS, factors(), ["mm", RS]),
     "bias": (MRS, factors(bias=(32,)), ["mm", RS, SUM]),
@@ -146,18 +148,18 @@ CASES: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_launches(name: str) -> None:
     op, make, vendor, *ordered = CASES[name]
-    assert queue_of(op, VENDOR, make).launches == vendor
+    assert record_queue(op, VENDOR, make).launches == vendor
     if op in IN_ORDER:
-        wanted = ordered[0] if ordered else IN_ORDER[op]
-        assert queue_of(op, ORDERED, make).launches == wanted
+        expected = ordered[0] if ordered else IN_ORDER[op]
+        assert record_queue(op, ORDERED, make).launches == expected
 
 
 @pytest.mark.parametrize("op", [RS, AG])
 def test_uneven_shards_move_no_padding(op: str) -> None:
-    """Sizes 15, 1, 1, ... of which padding would make 15 each."""
+    """The shard sizes are 15, 1, 1, ...; padding would send 15 rows per shard."""
     sizes = (15, *[1] * (WORLD - 1))
     rows = sum(sizes) if op == RS else 1
-    received = queue_of(op, VENDOR, arguments(x=(rows, 32), shard_sizes=sizes)).received
+    received = record_queue(op, VENDOR, arguments(x=(rows, 32), shard_sizes=sizes)).received
     assert received <= 2 * 32 * sum(sizes)
     assert received < 2 * 32 * 15 * (WORLD - 1)
 
@@ -172,36 +174,39 @@ def test_uneven_shards_move_no_padding(op: str) -> None:
         (F32, F32, ["mm", "add_"]),
     ],
 )
-def test_a_product_has_no_copy_behind_it(
+def test_no_copy_follows_a_matmul(
     out: torch.dtype, bias_dtype: torch.dtype | None, launches: list[str]
 ) -> None:
     with queued(RANK, WORLD) as (queue, _):
-        more = None if bias_dtype is None else fake(32, dtype=bias_dtype)
+        bias = None if bias_dtype is None else fake(32, dtype=bias_dtype)
         result = fake(64, 32, dtype=out)
         queue.launches.clear()
-        local_matmul(fake(64, 16), fake(16, 32), result, more)
+        local_matmul(fake(64, 16), fake(16, 32), result, bias)
     assert [name for name in queue.launches if name != "empty"] == launches
 
 
 @pytest.mark.parametrize("op", [MRS, MAR])
 def test_a_large_reduction(op: str) -> None:
-    """M = N = 8192, K = 1024 a rank, bf16, 8 ranks: the lines of
-    benchmarks/results/gpu-counted-unfused.md. Behind the product, "vendor" reads and writes
-    nothing; "ordered" reads the partials of one shard and writes it."""
+    """M = N = 8192, K = 1024 per rank, bf16, 8 ranks: the lines of
+    benchmarks/results/gpu-counted-unfused.md.
+
+    After the matmul, "vendor" reads and writes no bytes. "ordered" reads the partial sums of one
+    shard and writes the result.
+    """
     make = factors(x=(8192, 1024), w=(1024, 8192))
     operand, partial = 2 * 8192 * 1024, 2 * 8192 * 8192
-    for numerics, behind in ((VENDOR, 0), (ORDERED, partial + partial // WORLD)):
-        queue = queue_of(op, numerics, make)
-        assert queue.touched == 2 * operand + partial + behind
+    for numerics, extra_bytes in ((VENDOR, 0), (ORDERED, partial + partial // WORLD)):
+        queue = record_queue(op, numerics, make)
+        assert queue.touched == 2 * operand + partial + extra_bytes
         assert queue.received == partial * (WORLD - 1) / WORLD * (1 if op == MRS else 2)
-        print(f"{op} {numerics}: {queue.launches}, {behind / 1e6:.0f} MB behind the product")
+        print(f"{op} {numerics}: {queue.launches}, {extra_bytes / 1e6:.0f} MB behind the product")
 
 
-# Normalised sums.
+# Reductions followed by RMSNorm.
 
 
 def by_torch(launches: list[str]) -> bool:
-    """Whether torch normalises: by what, and in how many launches, differs by its version."""
+    """Return True if torch normalises. The kernels and their number depend on the torch version."""
     return bool(launches) and not {A2A, AG, AR, SUM, "rms_norm"} & set(launches)
 
 
@@ -216,68 +221,69 @@ def by_torch(launches: list[str]) -> bool:
 def test_a_normalisation_follows_the_sum(
     op: str, make: Callable[[], dict[str, Any]], vendor: list[str]
 ) -> None:
-    """Torch's for the vendor's sum; ours where bits are promised."""
-    found = queue_of(f"{op}_rms_norm", VENDOR, make).launches
-    assert found[: len(vendor)] == vendor and by_torch(found[len(vendor) :])
-    assert queue_of(f"{op}_rms_norm", ORDERED, make).launches == [*IN_ORDER[op], "rms_norm"]
+    """Torch normalises "vendor" sums. The package normalises "ordered" sums, which are bitwise
+    reproducible."""
+    launches = record_queue(f"{op}_rms_norm", VENDOR, make).launches
+    assert launches[: len(vendor)] == vendor and by_torch(launches[len(vendor) :])
+    assert record_queue(f"{op}_rms_norm", ORDERED, make).launches == [*IN_ORDER[op], "rms_norm"]
 
 
-def test_torch_normalises_rows_that_are_no_whole_vectors() -> None:
-    made = arguments(x=(64, 33), weight=(33,))
-    found = queue_of(f"{AR}_rms_norm", ORDERED, made).launches
-    assert found[:3] == [A2A, SUM, AG] and by_torch(found[3:])
+def test_torch_normalises_rows_of_partial_vectors() -> None:
+    make = arguments(x=(64, 33), weight=(33,))
+    launches = record_queue(f"{AR}_rms_norm", ORDERED, make).launches
+    assert launches[:3] == [A2A, SUM, AG] and by_torch(launches[3:])
 
 
-# Of the routes: their order, the edges of the ranks' rows, and the counts of experts.
-PLACES = ["sort", "arange", "clamp", "add", "searchsorted", "arange", "searchsorted"]
+# Launches that compute the permutation, the rank offsets and the expert offsets.
+PERMUTATION = ["sort", "arange", "clamp", "add", "searchsorted", "arange", "searchsorted"]
 INVERSE = ["arange", "scatter_"]
-# Launches, by op, algorithm and ranks.
+# Number of launches and first launches, by op, algorithm and world size.
 ROUTED: dict[tuple[str, str, int], tuple[int, list[str]]] = {
-    ("moe_dispatch", "direct", WORLD): (9, [*PLACES, "routed", "sub"]),
-    ("moe_combine", "direct", WORLD): (10, [*PLACES, *INVERSE, "routed"]),
+    ("moe_dispatch", "direct", WORLD): (9, [*PERMUTATION, "routed", "sub"]),
+    ("moe_combine", "direct", WORLD): (10, [*PERMUTATION, *INVERSE, "routed"]),
     ("moe_dispatch", "unfused", 1): (17, []),
     ("moe_combine", "unfused", 1): (30, []),
 }
 
 
 @pytest.mark.parametrize(("op", "algorithm", "world"), ROUTED)
-def test_no_host_waits_for_routed_rows_of_a_static_number(
+def test_no_host_sync_with_max_rows(
     monkeypatch: pytest.MonkeyPatch, op: str, algorithm: str, world: int
 ) -> None:
-    made: list[Prepared] = []
+    prepared_calls: list[PreparedCall] = []
 
     def queue_launch(call: Call, on: Any, key: Any, prepare: Callable[..., Any], *_: Any) -> None:
-        made.append(prepare())
+        prepared_calls.append(prepare())
         call.group.pg.queue.launches.append("routed")
 
     monkeypatch.setattr(cuda, "queue", queue_launch)
     rows, sizes = 200, UNEVEN if world > 1 else (60,)
     tokens = sizes[min(RANK, world - 1)]
-    given = {
+    shapes = {
         "x": (rows if op == "moe_combine" else tokens, 512),
         **({"topk_weights": (tokens, 3, F32)} if op == "moe_combine" else {}),
         "routes": (60, 3, torch.int64),
         "num_experts": 12,
         "shard_sizes": sizes,
     }
-    queue = queue_of(op, ORDERED, arguments(**given, max_rows=rows), algorithm, world)
+    queue = record_queue(op, ORDERED, arguments(**shapes, max_rows=rows), algorithm, world)
     count, names = ROUTED[op, algorithm, world]
     assert len(queue.launches) == count and queue.launches[: len(names)] == names
-    for prepared in made:  # a block for each 8 KiB of routes; tokens, or rows of routes
+    for prepared in prepared_calls:  # one block per 8 KiB of routes; buffers of tokens, or of rows
         needed = max(UNEVEN) * 512 * 2 * (3 if op == "moe_combine" else 1)
-        assert (prepared.words, prepared.buffer_bytes) == (1 + 3, needed)
+        assert (prepared.signals, prepared.buffer_bytes) == (1 + 3, needed)
     for captured, error in ((False, DataDependentOutputException), (True, CaptureError)):
         monkeypatch.setattr(streams, "is_captured", lambda _, captured=captured: captured)
         with pytest.raises(error):
-            queue_of(op, ORDERED, arguments(**given, max_rows=None), algorithm, world)
+            record_queue(op, ORDERED, arguments(**shapes, max_rows=None), algorithm, world)
 
 
-def test_no_host_waits_for_experts_if_all_ranks_have_all_tokens() -> None:
+def test_no_host_sync_for_experts_with_replicated_tokens() -> None:
     with queued(RANK, WORLD):
-        ids, own = fake(60, 3, dtype=torch.int64), (12, 2, 3)
-        order, counts = _routes_of_experts(ids, *own, static=True)
+        ids, expert_range = fake(60, 3, dtype=torch.int64), (12, 2, 3)
+        order, counts = _routes_of_experts(ids, *expert_range, static=True)
         assert order.shape == (180,) and counts.shape == (3,)
         rows = fake(60, 64).index_select(0, order // 3)
         grouped_matmul(rows, fake(3, 64, 32), counts, fake(3, 32))
         with pytest.raises(DataDependentOutputException):
-            _routes_of_experts(ids, *own, static=False)
+            _routes_of_experts(ids, *expert_range, static=False)

@@ -1,4 +1,4 @@
-"""Timings: statistics of known samples, what is and is not timed, and the slowest rank."""
+"""`tpkernels.benchmark`: statistics of known samples, the timed calls, and the slowest rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tpkernels.timing import Timing
 
 
 class Clock:
-    """Time passes only in ``spend``, whose calls take these milliseconds one after the other."""
+    """A manual clock. Each call of ``spend`` advances it by the next of ``milliseconds``,
+    cyclically."""
 
     def __init__(self, *milliseconds: float) -> None:
         self._milliseconds = milliseconds
@@ -34,12 +35,12 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Clock]:
-    """Replaces the host's clock by a manual one."""
+    """Replace the host clock with a manual clock."""
 
     def use(*milliseconds: float) -> Clock:
-        chosen = Clock(*milliseconds)
-        monkeypatch.setattr(benchmarking.time, "perf_counter", lambda: chosen.now)
-        return chosen
+        manual = Clock(*milliseconds)
+        monkeypatch.setattr(benchmarking.time, "perf_counter", lambda: manual.now)
+        return manual
 
     return use
 
@@ -69,16 +70,16 @@ def test_each_iteration_is_one_sample(clock: Callable[..., Clock]) -> None:
     numbers = (timing.mean, timing.median, timing.min, timing.max, timing.p99)
     assert numbers == pytest.approx((4.0, 2.5, 1.0, 10.0, 10.0))
     assert (timing.iterations, timing.warmup) == (4, 1)
-    now = clock(1.0, 3.0)  # calls in a row share their time
+    now = clock(1.0, 3.0)  # the sample of two calls is their mean
     timing = tpkernels.benchmark(now.spend, warmup=2, iterations=5, calls=2)
     assert now.calls == 2 + 5 * 2
     assert (timing.min, timing.max) == pytest.approx((2.0, 2.0))
 
 
-def test_the_warm_up_says_how_many_iterations(clock: Callable[..., Clock]) -> None:
+def test_the_warm_up_sets_the_number_of_iterations(clock: Callable[..., Clock]) -> None:
     now = clock(900.0, 2.0, 2.0, 2.0)
     timing = tpkernels.benchmark(now.spend, warmup=3, min_seconds=0.1)
-    assert timing.iterations == 50  # the median of the warm-up, not its first call
+    assert timing.iterations == 50  # from the median of the warm-up, not its first call
     assert tpkernels.benchmark(clock(1.0).spend).iterations == 500
     assert tpkernels.benchmark(clock(1.0).spend, calls=10).iterations == 50
     assert tpkernels.benchmark(clock(9e3).spend).iterations == 1
@@ -111,13 +112,13 @@ def test_refusals() -> None:
     for message, options in REFUSED.items():
         with pytest.raises(ValueError, match=message):
             tpkernels.benchmark(pytest.fail, **options)
-    there = torch.empty(1, device="meta")  # the first tensor says whose clock it is
+    x = torch.empty(1, device="meta")  # the first tensor selects the device
     with pytest.raises(NotImplementedError, match="device is meta; supported: cpu, cuda"):
-        tpkernels.benchmark(pytest.fail, 1, [2, (there,)], torch.empty(1))
+        tpkernels.benchmark(pytest.fail, 1, [2, (x,)], torch.empty(1))
 
 
-def test_cuda_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a fake CUDA: events around the calls, one synchronisation, then the times."""
+def test_one_synchronization_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a fake CUDA: events around the calls, one synchronization, then the elapsed times."""
     log: list[str] = []
 
     class Event:
@@ -142,63 +143,64 @@ def test_cuda_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda: log.append("call"), warmup=1, iterations=2, calls=3, device="cuda"
     )
     warm = ["event", "call", "event", "wait", "read"]
-    one = ["event", "call", "call", "call", "event"]
-    assert log == [*warm, *one, *one, "wait", "read", "read"]
+    timed = ["event", "call", "call", "call", "event"]
+    assert log == [*warm, *timed, *timed, "wait", "read", "read"]
     assert (timing.min, timing.max) == (2.0, 2.0)
 
 
 Span = tuple[float, float]
 
 
-def in_turn() -> tuple[Timing, Timing, list[Span], str]:
-    """Ranks sleep alternately. Returns the times alone and as a group, when each call of the latter
-    began and ended (on a clock that processes share), and the refusal of differing options."""
+def sleep_alternately() -> tuple[Timing, Timing, list[Span], str]:
+    """Run a benchmark in which the ranks sleep alternately.
+
+    Returns the times on this rank only, the times of the group, the begin and end of each call of
+    the group (on a clock that the processes share), and the error for options that differ between
+    ranks.
+    """
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None
     spans: list[Span] = []
 
-    def turn() -> None:
+    def call() -> None:
         begin = time.monotonic()
         if len(spans) % 2 == rank:
             time.sleep(0.1)
         spans.append((begin, time.monotonic()))
 
-    alone = tpkernels.benchmark(turn, warmup=0, iterations=6)
+    single = tpkernels.benchmark(call, warmup=0, iterations=6)
     spans.clear()
-    together = tpkernels.benchmark(turn, warmup=2, min_seconds=0.6, group=group)
+    grouped = tpkernels.benchmark(call, warmup=2, min_seconds=0.6, group=group)
     refusal = ""
     try:
         tpkernels.benchmark(pytest.fail, iterations=5 + rank, group=group)
     except ValueError as error:
         refusal = str(error)
-    return alone, together, spans, refusal
+    return single, grouped, spans, refusal
 
 
 def test_the_slowest_rank_counts_in_each_iteration(ranks: Callable[[int], Ranks]) -> None:
-    results = ranks(2).run(in_turn, timeout=60)
+    results = ranks(2).run(sleep_alternately, timeout=60)
     both = list(zip(*(spans for _, _, spans, _ in results), strict=True))
     longest = statistics.median(max(end - begin for begin, end in pair) for pair in both)
-    for rank, (alone, together, spans, refusal) in enumerate(results):
-        assert alone.min < 50 and alone.max >= 100  # a rank by itself sleeps every other time
-        assert together == results[0][1]
-        assert together.min >= 100
-        # Twice as long, if a wait for the other rank were in it.
-        assert together.median < 1.5e3 * longest
-        assert 3 <= together.iterations <= 6
-        assert len(spans) == together.iterations + 2
+    for rank, (single, grouped, spans, refusal) in enumerate(results):
+        assert single.min < 50 and single.max >= 100  # the rank sleeps in every second call
+        assert grouped == results[0][1]
+        assert grouped.min >= 100
+        # The median would be twice as long if it included a wait for the peer.
+        assert grouped.median < 1.5e3 * longest
+        assert 3 <= grouped.iterations <= 6
+        assert len(spans) == grouped.iterations + 2
         assert f"rank {rank} has iterations={5 + rank}, but in the group it ranges" in refusal
         assert "from 5 to 6" in refusal
-    for before, after in pairwise(both):  # a barrier between
+    for before, after in pairwise(both):  # a barrier separates the calls
         assert max(end for _, end in before) <= min(begin for begin, _ in after)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("flush_l2", [False, True])
-def test_a_kernel_is_measured(flush_l2: bool) -> None:
+def test_time_of_a_cuda_kernel(flush_l2: bool) -> None:
     x = torch.randn(2048, 2048, device="cuda")
     timing = tpkernels.benchmark(torch.mm, x, x, iterations=20, flush_l2=flush_l2)
     assert timing.iterations == 20
     assert 0.01 < timing.min <= timing.median < 100  # 17 GFLOP
-
-
-# Intervals, and what they say.

@@ -1,5 +1,5 @@
-"""`benchmarks.one_gpu`: what a fault in a stage costs, and what the campaign leaves. The rehearsal
-and the stub are slow."""
+"""`benchmarks.one_gpu`: the cost of a fault in a stage, and the output files of the campaign. The
+dry run and the stages with faults are slow."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_fault_costs_one_case(fault: str, error: str, tmp_path: Path) -> None:
     assert [row["value"] for row in second.rows] == [1]
 
 
-def test_where_a_case_hangs_is_reported(tmp_path: Path) -> None:
+def test_the_stack_of_a_hang_is_reported(tmp_path: Path) -> None:
     (result,) = run(broken("hang"), out=tmp_path)
     assert "broken_stage.py" in result.bad[0]["where"]
 
@@ -71,7 +71,8 @@ def test_a_stage_that_cannot_start_ends(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_time_runs_out(tmp_path: Path) -> None:
-    """A stage ends at its limit, and is not bad; the next ones are not started without time."""
+    """A stage that reaches its limit ends without a failure. Stages after it do not start without
+    time."""
     stages = broken("right,hang,right", limit=6.0, case_limit=60.0), broken("right", "next")
     first, second = run(*stages, out=tmp_path, total=9.0)
     assert (first.ended, first.bad, len(first.rows)) == ("out of time in hang", [], 1)
@@ -96,9 +97,9 @@ def test_exit_code_and_summary(
     assert [stage["stage"] for stage in content["stages"]] == ["broken"]
 
 
-def test_every_variant_that_virtual_ranks_check_is_in_the_campaign() -> None:
+def test_the_campaign_contains_every_variant_of_virtual_ranks() -> None:
     stages = schedule(Topology(("a GPU",), 90))
-    checked = {one.name.removeprefix(VIRTUAL) for one in stages if one.is_virtual}
+    checked = {stage.name.removeprefix(VIRTUAL) for stage in stages if stage.is_virtual}
     assert {*virtual.VARIANTS} == checked
 
 
@@ -108,9 +109,9 @@ def test_unknown_stages_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--only has unknown stages: tile; expected facts, virtual" in capsys.readouterr().err
 
 
-def rows(stage: str, *found: dict[str, Any], ended: str = "done") -> Result:
+def rows(stage: str, *results: dict[str, Any], ended: str = "done") -> Result:
     defaults = {"bad": False, "seconds": 1.0}
-    return Result(stage, ended, 12.0, 0, [{**defaults, **row} for row in found])
+    return Result(stage, ended, 12.0, 0, [{**defaults, **row} for row in results])
 
 
 SAMPLE = [
@@ -144,7 +145,7 @@ SAMPLE = [
 ]
 
 
-def test_the_page_and_the_summary_of_sample_rows(tmp_path: Path) -> None:
+def test_page_and_summary_of_sample_rows(tmp_path: Path) -> None:
     report.write(SAMPLE, "gpu", tmp_path)
     page = (tmp_path / "gpu-h100-80gb-hbm3.md").read_text()
     lines = page.splitlines()
@@ -155,15 +156,15 @@ def test_the_page_and_the_summary_of_sample_rows(tmp_path: Path) -> None:
     assert "- virtual, fused/all_gather: hang | x" in lines
     content = json.loads((tmp_path / "gpu-h100-80gb-hbm3.json").read_text())
     assert content["stages"][2]["rows"] == SAMPLE[2].rows
-    text = report.summary(SAMPLE)
-    first = text.index("BAD virtual, fused/all_gather"), text.index("pair: out of time")
-    assert first[0] < first[1] < text.index("all_gather_matmul 8x8x8")
+    summary = report.summary(SAMPLE)
+    positions = summary.index("BAD virtual, fused/all_gather"), summary.index("pair: out of time")
+    assert positions[0] < positions[1] < summary.index("all_gather_matmul 8x8x8")
 
 
 def test_a_long_summary_is_cut(tmp_path: Path) -> None:
     many = rows("tiles", *({"case": f"{i}", "bad": True, "error": "x" * 500} for i in range(300)))
-    text = report.summary([many] * 4)
-    assert len(text) <= 9000 and "288 more" in text
+    summary = report.summary([many] * 4)
+    assert len(summary) <= 9000 and "288 more" in summary
 
 
 def test_entries_of_a_moved_cache_are_relocated(tmp_path: Path) -> None:
@@ -194,16 +195,17 @@ def command(out: Path, *arguments: str, **env: str) -> subprocess.CompletedProce
 @pytest.mark.parametrize(
     "only", [thorough("overlap,latency"), pytest.param("", marks=pytest.mark.slow)]
 )
-def test_a_rehearsal(only: str, tmp_path: Path) -> None:
-    ended = command(tmp_path, "--rehearse", "--only", only)
-    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-1000:]
+def test_a_dry_run(only: str, tmp_path: Path) -> None:
+    result = command(tmp_path, "--rehearse", "--only", only)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", [stage.name for stage in campaign.STAGES if stage.name != "facts"])
 def test_each_stage_survives_faults(name: str, tmp_path: Path) -> None:
-    """Its own cases follow some that crash, hang, give wrong results and run out of memory."""
+    """Cases that crash, hang, give wrong results and run out of memory precede the cases of the
+    stage."""
     faults = "crash,hang,wrong,out_of_memory"
     limit = {"virtual": 200.0, "pair": 90.0, "sanitize": 90.0}.get(name, 30.0)
     env = {"BROKEN": faults, "REAL": name}

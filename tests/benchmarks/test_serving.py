@@ -1,4 +1,4 @@
-"""``benchmarks/serving.py`` for a few seconds: no errors, right answers, and memory that stays."""
+"""``benchmarks/serving.py`` for a few seconds: no errors, right answers, and stable memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import served
-from tests.support.processes import output_of
+from tests.support.processes import python_output
 
 pytest.importorskip("transformers")
 pytest.importorskip("uvicorn")
@@ -21,7 +21,7 @@ SECONDS = 20
 def test_a_short_load(tmp_path: Path) -> None:
     path = served.folder(tmp_path, length=1024)
     options = ["--clients", "12", "--seconds", SECONDS, "--variants", "1", "--model", path]
-    shown = output_of("-m", "benchmarks.serving", *options, seconds=250)
+    shown = python_output("-m", "benchmarks.serving", *options, seconds=250)
     counts = dict(re.findall(r"^([a-z ]+): (\d+)$", shown, re.MULTILINE))
     assert int(counts["same answer as alone"]) > 0 and int(counts["client disconnected"]) > 0
     assert "different answer than alone" not in counts, shown

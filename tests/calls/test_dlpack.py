@@ -1,4 +1,4 @@
-"""The structs in csrc/calls/dlpack.h match the header that torch ships."""
+"""The structs in csrc/calls/dlpack.h match the torch header."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.ranked import fresh_group, on_ranks
 from tpkernels.ops.column_matmul import column_matmul
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "dlpack.h"
-# Of structs of the header: ours, and their members, with "=" before the name that ours has.
+# torch struct: (our struct, members). ``a=b``: torch member a is our member b.
 MEMBERS = {
     "DLTensor": ("Tensor", "data device ndim dtype shape strides"),
     "DLDataType": ("DataType", "code bits lanes"),
@@ -33,7 +33,7 @@ MEMBERS = {
 }
 
 
-def source() -> str:
+def check_source() -> str:
     lines = [
         f'#include "{HEADER}"',
         '#include "calls/dlpack.h"',
@@ -42,29 +42,29 @@ def source() -> str:
         "static_assert(own::kMajorVersion == DLPACK_MAJOR_VERSION && own::kCpu == kDLCPU);",
         "static_assert(own::kFloat == kDLFloat && own::kBFloat == kDLBfloat);",
     ]
-    for theirs, (ours, members) in MEMBERS.items():
-        lines.append(f"static_assert(sizeof({theirs}) == sizeof(own::{ours}));")
+    for struct, (ours, members) in MEMBERS.items():
+        lines.append(f"static_assert(sizeof({struct}) == sizeof(own::{ours}));")
         for pair in members.split():
-            their, _, our = pair.partition("=")
-            offsets = f"offsetof({theirs}, {their}) == offsetof(own::{ours}, {our or their})"
+            member, _, alias = pair.partition("=")
+            offsets = f"offsetof({struct}, {member}) == offsetof(own::{ours}, {alias or member})"
             lines.append(f"static_assert({offsets});")
     return "\n".join([*lines, ""])
 
 
 @pytest.mark.skipif(not HEADER.exists(), reason="this torch has no headers")
-def test_our_declarations_are_those_of_the_header(tmp_path: Path) -> None:
+def test_our_structs_match_the_header(tmp_path: Path) -> None:
     compiler = shlex.split(os.environ.get("CXX") or "g++")
     if shutil.which(compiler[0]) is None:
         pytest.skip(f"no {compiler[0]}")
     program = tmp_path / "check.cpp"
-    for text, works in (
-        (source(), True),
-        (source().replace("own::Tensor, ndim)", "own::Tensor, dtype)"), False),
+    for source, compiles in (
+        (check_source(), True),
+        (check_source().replace("own::Tensor, ndim)", "own::Tensor, dtype)"), False),
     ):
-        program.write_text(text)
+        program.write_text(source)
         command = [*compiler, "-std=c++17", "-fsyntax-only", f"-I{ROOT / 'csrc'}", str(program)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert (result.returncode == 0) == works, result.stderr
+        assert (result.returncode == 0) == compiles, result.stderr
 
 
 def test_torch_has_the_interface() -> None:
@@ -73,20 +73,20 @@ def test_torch_has_the_interface() -> None:
 
 
 @pytest.mark.thorough
-def test_a_torch_without_it_is_refused() -> None:
+def test_a_torch_without_the_interface_is_refused() -> None:
     code = "import torch; del torch.Tensor.__dlpack_c_exchange_api__; import tpkernels"
     result = python("-c", code)
     assert result.returncode == 1
     assert "ImportError: torch" in result.stderr and "needs 2.11 or later" in result.stderr
 
 
-def test_memory_that_does_not_hold_the_values_is_not_read() -> None:
-    """Negative views and tensors of zeros without memory, also in lists, which the dispatcher
-    overlooks where they are optional."""
+def test_tensors_without_materialized_values() -> None:
+    """Negative views and zeros without memory are resolved, also in lists, which the dispatcher
+    skips if they are optional."""
     x, w, bias = torch.ones(4, 64), torch.ones(64, 64).t(), torch.ones(64)
-    for wrong in (torch._neg_view(bias), torch._efficientzerotensor((64,))):
-        got = torch.ops.tpkernels._matmul(x, w, bias=wrong)
-        assert torch.equal(got, x @ w + wrong)
+    for lazy_bias in (torch._neg_view(bias), torch._efficientzerotensor((64,))):
+        got = torch.ops.tpkernels._matmul(x, w, bias=lazy_bias)
+        assert torch.equal(got, x @ w + lazy_bias)
 
 
 @on_ranks(2)

@@ -1,5 +1,5 @@
-"""What torch's dispatcher does for a call is done, whichever way the call enters, and a call that
-needs no gradient runs no Python code behind the public function."""
+"""Every entry point of an op preserves the dispatcher features: modes, subclasses, autograd,
+autocast and transforms. A call without a gradient runs no Python code below the public function."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Dispatches(Counting, TorchDispatchMode):
     __torch_dispatch__ = Counting.count
 
 
-class Own(torch.Tensor):
-    """A subclass that counts the functions it is passed to."""
+class CountingTensor(torch.Tensor):
+    """A tensor subclass that counts calls of the ops."""
 
     seen = 0
 
@@ -53,7 +53,7 @@ class Own(torch.Tensor):
 
 
 @on_ranks(WORLD)
-def test_modes_subclasses_and_profilers_see_the_op() -> None:
+def test_modes_subclasses_and_profilers_observe_the_op() -> None:
     with fresh_group(autotune=False) as group:
         x, w = torch.ones(4, 8), torch.ones(8, 6)
         for _ in range(3):
@@ -64,15 +64,15 @@ def test_modes_subclasses_and_profilers_see_the_op() -> None:
                 tpkernels.all_reduce(x, group)
                 tpkernels.matmul_all_reduce(x, w, group)
             assert mode.seen == 2, f"{type(mode).__name__} saw {mode.seen} calls"
-        tpkernels.all_reduce(x.as_subclass(Own), group)
-        assert Own.seen == 1, f"the subclass saw {Own.seen} calls"
+        tpkernels.all_reduce(x.as_subclass(CountingTensor), group)
+        assert CountingTensor.seen == 1, f"the subclass saw {CountingTensor.seen} calls"
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             tpkernels.all_reduce(x, group)
         assert any(event.name == "tpkernels::all_reduce" for event in profile.events())
 
 
 @on_ranks(WORLD)
-def test_what_the_dispatcher_does_is_done() -> None:
+def test_dispatcher_features() -> None:
     with fresh_group(autotune=False) as group:
         world = group.size()
         x, w = torch.full((4, 8), 2.0), torch.ones(8, 6)
@@ -80,7 +80,7 @@ def test_what_the_dispatcher_does_is_done() -> None:
             tpkernels.all_reduce(x, group)
             tpkernels.all_reduce_(x.clone(), group)
             tpkernels.matmul_all_reduce(x, w, group)
-        negative = torch._neg_view(x)  # contiguous, with a bit that torch resolves
+        negative = torch._neg_view(x)  # contiguous; torch resolves the negative bit
         assert torch.equal(tpkernels.all_reduce(negative, group), x * -world), "negative"
         leaf = x.clone().requires_grad_()
         result = tpkernels.all_reduce(leaf, group)
@@ -114,8 +114,9 @@ def test_what_the_dispatcher_does_is_done() -> None:
             tpkernels.all_reduce(dual.make_dual(x, x), group)
 
 
-def calls_of(group: dist.ProcessGroup, packed: bool) -> dict[str, Callable[[], object]]:
-    """Each op with plain tensors, made in the mode that is on."""
+def make_calls(group: dist.ProcessGroup, packed: bool) -> dict[str, Callable[[], object]]:
+    """Return a call of each op with plain tensors. The tensors are created in the current grad
+    mode."""
     x, w, name = torch.ones(4, 8), torch.ones(8, 6), group.group_name
     bias = torch.nn.Parameter(torch.ones(6), requires_grad=False)
     calls: dict[str, Callable[[], object]] = {
@@ -141,23 +142,23 @@ def _is_public(name: str) -> bool:
 
 @on_ranks(WORLD)
 def test_warm_calls_run_no_python_code_below_the_function() -> None:
-    above = {"tpkernels.ops.registration.entry", "tpkernels.groups.name_of"}
+    above = {"tpkernels.ops.registration.entry", "tpkernels.groups.group_name"}
     for context in (torch.no_grad, torch.enable_grad, torch.inference_mode):
         with fresh_group(autotune=False) as group, context():
-            for op, call in calls_of(group, packed=context is not torch.enable_grad).items():
+            for op, call in make_calls(group, packed=context is not torch.enable_grad).items():
                 call()
                 with functions_called("tpkernels") as names:
                     call()
-                found = {name for name in names if name not in above and not _is_public(name)}
-                assert not found, f"{op} in {context.__name__}: {found}"
+                functions = {name for name in names if name not in above and not _is_public(name)}
+                assert not functions, f"{op} in {context.__name__}: {functions}"
 
 
 @pytest.mark.parametrize("backend", sweep(["eager", "aot_eager", "inductor"], 2))
 @on_ranks(WORLD)
-def test_a_compiled_call_is_the_op(backend: str) -> list[str]:
+def test_compiled_graphs_contain_the_op(backend: str) -> list[str]:
     graphs: list[Any] = []
 
-    def keep(graph: Any, inputs: Any) -> Any:
+    def save_graph(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
         return graph.forward
 
@@ -166,16 +167,18 @@ def test_a_compiled_call_is_the_op(backend: str) -> list[str]:
         for _ in range(3):
             tpkernels.all_reduce(x, group)
         name = group.group_name
-        torch.compile(lambda x: tpkernels.all_reduce(x, name) + 1, backend=keep, fullgraph=True)(x)
+        torch.compile(
+            lambda x: tpkernels.all_reduce(x, name) + 1, backend=save_graph, fullgraph=True
+        )(x)
         function = torch.compile(lambda x: tpkernels.all_reduce(x, name) + 1, backend=backend)
         same = torch.equal(function(x), x * dist.get_world_size() + 1)
     targets = [str(node.target) for graph in graphs for node in graph.graph.nodes]
-    found = any("tpkernels.all_reduce" in target for target in targets)
-    return [] if same and found else [f"{same}, {targets}"]
+    contains_op = any("tpkernels.all_reduce" in target for target in targets)
+    return [] if same and contains_op else [f"{same}, {targets}"]
 
 
-def entries_of(group: dist.ProcessGroup) -> dict[str, Callable[[Any, Any], torch.Tensor]]:
-    """The ways into one op: the function, and both of its overloads."""
+def entry_points(group: dist.ProcessGroup) -> dict[str, Callable[[Any, Any], torch.Tensor]]:
+    """Return the entry points of an op: the function and both overloads."""
     ops, name = torch.ops.tpkernels, group.group_name
     return {
         "function": lambda x, w: tpkernels.matmul_all_reduce(x, w, group),
@@ -190,34 +193,38 @@ def test_unusual_tensors_give_the_right_result() -> None:
         x, w = torch.randn(4, 8), torch.randn(8, 6)
         with torch.inference_mode():
             inference = x.clone()
-        for way, op in entries_of(group).items():
-            want, zeros = op(x, w), op(torch.zeros(4, 8), w)
-            for _ in range(2):  # planned, then warm
+        for entry, op in entry_points(group).items():
+            expected, zeros = op(x, w), op(torch.zeros(4, 8), w)
+            for _ in range(2):  # the first call is planned, the second uses the cached plan
                 results = {
                     "a negative view": op(torch._neg_view(-x), w),
                     "a negative view as a weight": op(x, torch._neg_view(-w)),
                     "an inference tensor": op(inference, w),
                     "a parameter": op(x, torch.nn.Parameter(w, requires_grad=False)),
-                    "a subclass": op(x.as_subclass(Own), w).as_subclass(torch.Tensor),
+                    "a subclass": op(x.as_subclass(CountingTensor), w).as_subclass(torch.Tensor),
                     "other strides": op(x.t().contiguous().t(), w),
                 }
                 for kind, got in results.items():
-                    assert torch.equal(got, want), f"{way}: {kind}"
+                    assert torch.equal(got, expected), f"{entry}: {kind}"
                 efficient = op(torch._efficientzerotensor((4, 8)), w)
-                assert torch.equal(efficient, zeros), f"{way}: zeros without memory"
+                assert torch.equal(efficient, zeros), f"{entry}: zeros without memory"
             with FakeTensorMode() as mode:
                 fake = op(mode.from_tensor(x), mode.from_tensor(w))
-                assert (type(fake), fake.shape) == (FakeTensor, want.shape), f"{way}: fake tensors"
+                assert (type(fake), fake.shape) == (FakeTensor, expected.shape), (
+                    f"{entry}: fake tensors"
+                )
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                assert op(x, w).dtype == torch.bfloat16, f"{way}: autocast"
+                assert op(x, w).dtype == torch.bfloat16, f"{entry}: autocast"
             examples = torch.randn(2, 4, 8)
             got = torch.vmap(op, in_dims=(0, None))(examples, w)
-            assert torch.equal(got, torch.stack([op(each, w) for each in examples])), f"{way}: vmap"
+            assert torch.equal(got, torch.stack([op(example, w) for example in examples])), (
+                f"{entry}: vmap"
+            )
 
 
 @on_ranks(WORLD)
-def test_unusual_tensors_that_are_refused() -> None:
-    """Before anything is sent."""
+def test_unsupported_tensors_are_refused() -> None:
+    """Each entry point raises before it sends data."""
     x, w = torch.ones(4, 8), torch.ones(8, 6)
     mesh = init_device_mesh("cpu", (WORLD,))
     unusual: dict[str, tuple[torch.Tensor, str]] = {
@@ -233,8 +240,8 @@ def test_unusual_tensors_that_are_refused() -> None:
         "DTensor": (DTensor.from_local(x, mesh), "convert all torch.Tensor to DTensor"),
     }
     with fresh_group(autotune=False) as group:
-        workspace = faults.workspace_of(group)
-        for way, op in entries_of(group).items():
+        workspace = faults.get_workspace(group)
+        for entry, op in entry_points(group).items():
             op(x, w)
             epoch = workspace.epoch
             for kind, (tensor, pattern) in unusual.items():
@@ -242,14 +249,14 @@ def test_unusual_tensors_that_are_refused() -> None:
                     error = (NotImplementedError, TypeError, ValueError, RuntimeError)
                     with pytest.raises(error, match=pattern):
                         op(*operands)
-                    assert workspace.epoch == epoch, f"{way}: a {kind} tensor was sent"
+                    assert workspace.epoch == epoch, f"{entry}: a {kind} tensor was sent"
             op(x, w)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @on_ranks(WORLD)
-def test_gradients_that_only_the_dispatcher_sees() -> None:
-    """Of tensors that wrap others, and in transforms: the function does what the overload does."""
+def test_gradients_through_wrappers_and_transforms() -> None:
+    """Gradients of wrapped tensors and in transforms: the function matches the overload."""
     with fresh_group(autotune=False) as group:
         world, name = group.size(), group.group_name
         x, w = torch.randn(3, 4, 8), torch.randn(8, 6)
@@ -259,22 +266,24 @@ def test_gradients_that_only_the_dispatcher_sees() -> None:
         ):
             leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
             torch.vmap(op, in_dims=(0, None))(*leaves).sum().backward()
-            again = [x.clone().requires_grad_(), w.clone().requires_grad_()]
-            torch.stack([op(each, again[1]) for each in again[0]]).sum().backward()
-            for leaf, other in zip(leaves, again, strict=True):
-                assert (leaf.grad is None) == (other.grad is None), "vmap: a gradient is lost"
-                if leaf.grad is not None and other.grad is not None:
-                    torch.testing.assert_close(leaf.grad, other.grad)
+            expected_leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+            torch.stack(
+                [op(row, expected_leaves[1]) for row in expected_leaves[0]]
+            ).sum().backward()
+            for leaf, expected in zip(leaves, expected_leaves, strict=True):
+                assert (leaf.grad is None) == (expected.grad is None), "vmap: a gradient is lost"
+                if leaf.grad is not None and expected.grad is not None:
+                    torch.testing.assert_close(leaf.grad, expected.grad)
 
         def total(a: torch.Tensor) -> torch.Tensor:
-            return torch.vmap(lambda each: tpkernels.all_reduce(each, group))(a).sum()
+            return torch.vmap(lambda row: tpkernels.all_reduce(row, group))(a).sum()
 
-        for refused in (
+        for compute_grad in (
             lambda: torch.func.grad(total)(x),
             lambda: torch.func.grad(lambda a: tpkernels.all_reduce(a, group).sum())(x),
         ):
             with pytest.raises(RuntimeError):
-                refused()
+                compute_grad()
         traced = torch.fx.symbolic_trace(lambda a: tpkernels.all_reduce(a, name))
         leaf = x.clone().requires_grad_()
         traced(leaf).sum().backward()
@@ -294,15 +303,15 @@ def test_gradients_that_only_the_dispatcher_sees() -> None:
 
 
 @on_ranks(WORLD)
-def test_an_op_without_a_gradient_is_not_given_one() -> None:
-    """``_X`` refuses before anything is sent, and autocast of another device changes nothing."""
+def test_an_op_without_a_gradient_refuses_to_record_gradients() -> None:
+    """``_X`` raises before it sends data, and autocast of a different device has no effect."""
     with fresh_group(autotune=False) as group:
         x, w = torch.ones(4, 8), torch.ones(8, 6, requires_grad=True)
         tpkernels.matmul_all_reduce(x, w, group)
-        epoch = faults.workspace_of(group).epoch
+        epoch = faults.get_workspace(group).epoch
         with pytest.raises(NotImplementedError, match="_matmul_all_reduce records no gradient"):
             torch.ops.tpkernels._matmul_all_reduce(x, w, group.group_name)
-        assert faults.workspace_of(group).epoch == epoch
+        assert faults.get_workspace(group).epoch == epoch
         torch.set_autocast_enabled("cuda", True)
         try:
             assert tpkernels.matmul_all_reduce(x, w, group).dtype == torch.float32

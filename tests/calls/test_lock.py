@@ -1,4 +1,4 @@
-"""The lock that gives a group's turns."""
+"""The group lock serializes the calls of a group."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import time
 
 import pytest
 
-from tests.support.faults import together
+from tests.support.faults import run_concurrently
 from tpkernels import _C
 
 
 def new_lock() -> _C.calls.Lock:
-    return _C.calls.Turns().lock
+    return _C.calls.GroupCalls().lock
 
 
-def test_its_thread_may_take_it_again() -> None:
+def test_the_owner_may_acquire_the_lock_again() -> None:
     lock = new_lock()
     with lock, lock:
         assert lock.acquire(blocking=False)
@@ -28,10 +28,10 @@ def test_its_thread_may_take_it_again() -> None:
         lock.release()
 
 
-def test_another_thread_waits_for_the_last_release() -> None:
+def test_a_second_thread_waits_for_the_last_release() -> None:
     lock, events = new_lock(), []
 
-    def other() -> None:
+    def second_thread() -> None:
         events.append(lock.acquire(blocking=False))
         with pytest.raises(
             RuntimeError, match="cannot release the group lock: this thread does not hold it"
@@ -42,7 +42,7 @@ def test_another_thread_waits_for_the_last_release() -> None:
 
     with lock:
         with lock:
-            thread = threading.Thread(target=other)
+            thread = threading.Thread(target=second_thread)
             thread.start()
             while not events:
                 time.sleep(0.001)
@@ -52,11 +52,11 @@ def test_another_thread_waits_for_the_last_release() -> None:
     assert events == [False, "released", "taken"]
 
 
-def test_no_two_threads_have_it_at_once() -> None:
-    """A counter that is read, and written after other threads have run, loses nothing."""
+def test_the_lock_is_mutually_exclusive() -> None:
+    """Threads read a counter, yield, and write it back. No increment is lost."""
     lock, count = new_lock(), [0]
 
-    def work() -> None:
+    def increment() -> None:
         for i in range(200):
             with lock:
                 seen = count[0]
@@ -64,26 +64,26 @@ def test_no_two_threads_have_it_at_once() -> None:
                     time.sleep(0)
                 count[0] = seen + 1
 
-    assert together([work] * 4) == [None] * 4
+    assert run_concurrently([increment] * 4) == [None] * 4
     assert count[0] == 4 * 200
 
 
 def test_an_interrupt_ends_the_wait() -> None:
-    lock, held, done = new_lock(), threading.Event(), threading.Event()
+    lock, acquired, done = new_lock(), threading.Event(), threading.Event()
 
     def hold() -> None:
         with lock:
-            held.set()
+            acquired.set()
             done.wait(20)
 
     thread = threading.Thread(target=hold)
     thread.start()
-    held.wait(10)
+    acquired.wait(10)
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-    begin = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         lock.acquire()
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - start < 10
     done.set()
     thread.join(10)
     assert lock.acquire(blocking=False)

@@ -1,4 +1,4 @@
-"""Calls that were planned before: in the extension alone, with the same bits as through Python."""
+"""Calls with a cached plan run in the extension only, and match Python execution bitwise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import faults
 from tests.support.cases import PACKABLE, Case
-from tests.support.ranked import call, fresh_group, functions_called, on_ranks, planned_in_python
+from tests.support.ranked import call, disable_bound_calls, fresh_group, functions_called, on_ranks
 from tests.support.tiers import sweep
 from tpkernels import groups
 from tpkernels.ops.all_reduce import OP as ALL_REDUCE
@@ -36,7 +36,7 @@ OPS = (
 
 
 def arguments(op: str, packed: bool, group: dist.ProcessGroup, rows: int = 2) -> list[Any]:
-    """The op's, with ``rows`` of x for each rank."""
+    """Return arguments of the op, with ``rows`` of x per rank."""
     x = torch.ones(rows * group.size(), 8)
     name, w = group.group_name, torch.full((8, 6), 0.5)
     if packed:
@@ -71,8 +71,8 @@ def test_a_warm_call_runs_no_python() -> list[str]:
 
 @pytest.mark.parametrize("op", sweep(OPS, 3, 2))
 @on_ranks(WORLD)
-def test_nor_does_one_with_a_large_result(op: str) -> list[str]:
-    """Results of more than 4 MiB."""
+def test_a_warm_call_with_a_large_result_runs_no_python(op: str) -> list[str]:
+    """The result is larger than 4 MiB."""
     overload = getattr(torch.ops.tpkernels, op).default
     with fresh_group() as group:
         first, second = (arguments(op, False, group, 3 << 16) for _ in range(2))
@@ -83,52 +83,52 @@ def test_nor_does_one_with_a_large_result(op: str) -> list[str]:
 
 
 def variants(op: str, dtype: torch.dtype) -> list[Case]:
-    """Calls of which some can be run in the extension and some cannot."""
+    """Return cases. Only some of them can run in the extension."""
     spec, n = SPECS[op.removesuffix("_")], 2 * WORLD
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    high_precision = torch.float64 if dtype == torch.float64 else torch.float32
     factors: dict[str, Any] = {}
     if spec.has_matmul:
         factors = {"n": (n, 4)} if spec.gathers else {"k": (4,)}
     cases = []
-    for lead in ((WORLD,), (2 * WORLD, 3), (40 * WORLD,)):
-        case = Case(op=op, shape=(*lead, n), dtype=dtype, **factors)
+    for leading_dims in ((WORLD,), (2 * WORLD, 3), (40 * WORLD,)):
+        case = Case(op=op, shape=(*leading_dims, n), dtype=dtype, **factors)
         more = [replace(case, layout=layout) for layout in ("transposed", "sliced")]
         if not spec.keeps_sum:
-            more.append(replace(case, dim=len(lead), return_gathered=spec.gathers))
+            more.append(replace(case, dim=len(leading_dims), return_gathered=spec.gathers))
         if spec.has_matmul:
             more += [replace(case, weight_layout="linear"), replace(case, biases=(dtype,))]
-            more += [replace(case, out_dtype=wide)] if not spec.normed else []
+            more += [replace(case, out_dtype=high_precision)] if not spec.normed else []
             if dtype in PACKABLE:
-                even = "packed_on_even_ranks"
-                more += [replace(more[-2], weight_layout=each) for each in ("packed", even)]
+                mixed = "packed_on_even_ranks"
+                more += [replace(more[-2], weight_layout=layout) for layout in ("packed", mixed)]
         if spec.reduces and (spec.has_matmul or spec.normed):
-            biases = (wide,) * spec.has_matmul
-            more.append(replace(case, residual=dtype, norm=wide, biases=biases))
+            biases = (high_precision,) * spec.has_matmul
+            more.append(replace(case, residual=dtype, norm=high_precision, biases=biases))
         cases += [case, *more]
     return cases
 
 
-def flat(results: Any) -> list[torch.Tensor]:
+def flatten(results: Any) -> list[torch.Tensor]:
     if isinstance(results, torch.Tensor):
         return [results]
-    return [tensor for result in results for tensor in flat(result)]
+    return [tensor for result in results for tensor in flatten(result)]
 
 
 @pytest.mark.parametrize("op", sweep(OPS, 3, 2))
 @on_ranks(WORLD)
-def test_the_bits_are_those_of_python(op: str) -> None:
+def test_results_match_python_bitwise(op: str) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         with fresh_group() as group:
             for case in variants(op, dtype):
-                with planned_in_python():
+                with disable_bound_calls():
                     expected = call(case, group)
-                for attempt in range(3):  # the first one plans
+                for attempt in range(3):  # the first attempt plans
                     got = call(case, group)
                     assert all(map(torch.equal, got, expected)), (str(case), attempt)
 
 
 @on_ranks(2)
-def test_operands_with_strides_of_an_x_without() -> None:
+def test_strided_operands_of_a_contiguous_x() -> None:
     torch.manual_seed(0)
     x, w, strided = torch.randn(6, 6), torch.randn(6, 6), torch.randn(6, 12)[:, ::2]
     normed, reduce = tpkernels.all_reduce_rms_norm, tpkernels.matmul_all_reduce
@@ -140,24 +140,27 @@ def test_operands_with_strides_of_an_x_without() -> None:
             lambda: reduce(x, w, group, residual=strided),
         ]
         for run in calls:
-            with planned_in_python():
-                want = flat(run())
+            with disable_bound_calls():
+                expected = flatten(run())
             for _ in range(3):
-                assert all(map(torch.equal, flat(run()), want))
+                assert all(map(torch.equal, flatten(run()), expected))
 
 
 @on_ranks(2)
-def test_plain_and_packed_are_two_calls() -> None:
-    """A square weight, plain and packed, of one shape: not one call."""
+def test_plain_and_packed_weights_have_separate_plans() -> None:
+    """A square weight has the same shape plain and packed, and both calls are correct."""
     with fresh_group() as group:
         x, w = torch.randn(4, 6), torch.randn(6, 6)
-        other, factor = torch.randn(6, 6), tpkernels.pack(w)
+        second_weight, factor = torch.randn(6, 6), tpkernels.pack(w)
         for attempt in range(3):
             for op in ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"):
                 function: Callable[..., Any] = getattr(tpkernels, op)
-                want, got = function(x, w, group), function(x, factor, group)
-                assert torch.allclose(got, want, atol=1e-5), (op, attempt, got, want)
-                pairs = function(x, other, group), function(x, tpkernels.pack(other), group)
+                expected, got = function(x, w, group), function(x, factor, group)
+                assert torch.allclose(got, expected, atol=1e-5), (op, attempt, got, expected)
+                pairs = (
+                    function(x, second_weight, group),
+                    function(x, tpkernels.pack(second_weight), group),
+                )
                 assert torch.allclose(*pairs, atol=1e-5), (op, attempt, pairs)
         tpkernels.matmul_all_reduce(
             x, tpkernels.CustomMatmul(lambda x: x @ w, (6, 6), w.dtype), group
@@ -168,8 +171,8 @@ def test_plain_and_packed_are_two_calls() -> None:
 
 
 @on_ranks(WORLD)
-def test_a_warm_call_on_a_group_that_is_gone() -> None:
-    """Names of groups that are gone, or are other groups by now."""
+def test_a_warm_call_on_a_destroyed_group() -> None:
+    """A cached plan is not used once its group is destroyed."""
     x = torch.ones(3)
     group = faults.new_group()
     name = group.group_name
@@ -183,7 +186,7 @@ def test_a_warm_call_on_a_group_that_is_gone() -> None:
 
 @on_ranks(WORLD)
 def test_a_warm_call_after_finalize() -> list[str]:
-    """After `finalize` the same arguments are planned anew, on a new workspace."""
+    """After `finalize` the same arguments are planned again, on a new workspace."""
     x, y = torch.ones(3), torch.ones(3)
     with fresh_group() as group:
         for _ in range(2):
@@ -196,23 +199,23 @@ def test_a_warm_call_after_finalize() -> list[str]:
 
 
 @on_ranks(1)
-def test_arguments_that_the_op_does_not_have() -> None:
-    """What the extension says of arguments that the schema does not have."""
+def test_invalid_arguments() -> None:
+    """The kernel of the extension reports arguments that are missing or not in the schema."""
     overload = torch.ops.tpkernels.all_reduce.default
     kernel = ALL_REDUCE._kernel
     with fresh_group() as group:
         x, name = torch.ones(3), group.group_name
         overload(x, name)
-        for args, options, text in (
+        for args, options, message in (
             ((x,), {}, "is missing the argument group"),
             ((x, name, None), {}, "got unexpected arguments"),
             ((x, name), {"colour": "red"}, "got unexpected arguments"),
         ):
-            with pytest.raises(TypeError, match=re.escape(text)):
+            with pytest.raises(TypeError, match=re.escape(message)):
                 kernel(*args, **options)
 
 
-class _AtTheEnd:
+class _Finalizer:
     def __init__(self, act: Callable[[], object]) -> None:
         self.act = act
 
@@ -221,28 +224,32 @@ class _AtTheEnd:
 
 
 @on_ranks(2)
-def test_calls_that_finalizers_make_meanwhile() -> None:
-    """Finalizers make calls of their own, while a call looks for its plan and while plans go."""
+def test_calls_in_finalizers() -> None:
+    """Finalizers make calls while a call looks up its plan and while plans are destroyed."""
     with fresh_group() as group:
-        turns, x, y = groups.get(group.group_name), torch.ones(3), torch.ones(5, 2)
+        state, x, y = groups.get(group.group_name), torch.ones(3), torch.ones(5, 2)
         nested: list[Callable[[], object]] = []
 
-        def process_group() -> dist.ProcessGroup:  # in place of the weak reference
+        def process_group() -> dist.ProcessGroup:  # replaces the weak reference
             while nested:
                 nested.pop()()
             return group
 
-        turns.admit(group.group_name, process_group)
+        state.register_group(group.group_name, process_group)
         for _ in range(2):
             tpkernels.all_reduce(x, group, algorithm="direct")
             tpkernels.all_gather(y, group, algorithm="direct")
         nested.append(lambda: tpkernels.all_gather(y, group, algorithm="direct"))
         got = tpkernels.all_reduce(x, group, algorithm="direct")
         assert torch.equal(got, x * group.size()), f"the plan of another call: {got}"
-        call = next(one for one in turns.planned_calls() if one.problem.op == "all_gather")
+        call = next(
+            planned_call
+            for planned_call in state.planned_calls()
+            if planned_call.problem.op == "all_gather"
+        )
         act = functools.partial(tpkernels.all_reduce, torch.ones(7), group)
-        call.kept["last"] = _AtTheEnd(act)
+        call.cache["last"] = _Finalizer(act)
         del call
-        turns.forget_calls()
-        planned = [one.problem.shape for one in turns.planned_calls()]
+        state.clear_planned_calls()
+        planned = [planned_call.problem.shape for planned_call in state.planned_calls()]
         assert planned == [(7,)], f"planned while the others were forgotten: {planned}"

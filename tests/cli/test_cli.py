@@ -1,4 +1,4 @@
-"""The command line: its output, how it detects wrong results and refuses bad input."""
+"""The command line: output, detection of wrong results, and refusal of bad input."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def invoke(*args: object) -> Result:
 
 @pytest.fixture
 def only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is a launcher's only rank, so the command runs what is patched here."""
+    """Make this process the only rank of a launcher, so that the command uses patched functions."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -49,12 +49,12 @@ def test_demo_passes_with_uneven_shards() -> None:
     for row in ("QKV", "attention out", "gate and up", "down", "18, 192, 64", "18, 64, 66"):
         assert any(row in line for line in table)
     assert max(map(len, result.stdout.splitlines())) <= 100
-    noted = result.stderr.splitlines()  # on fewer than three cores
-    assert all(line.startswith("Starting 3 ranks x 1 thread on") for line in noted), noted
+    warnings = result.stderr.splitlines()  # printed on fewer than three cores
+    assert all(line.startswith("Starting 3 ranks x 1 thread on") for line in warnings), warnings
 
 
 def check_refused(args: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command refuses in one line and starts no rank."""
+    """Require that a command fails with one line and starts no rank."""
     monkeypatch.delattr(session, "Ranks")
     result = invoke(*args.split())
     assert result.exit_code == 2, result.output
@@ -64,15 +64,13 @@ def check_refused(args: str, message: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def one_element_off(y: torch.Tensor) -> torch.Tensor:
-    """``y`` with one element wrong by a tenth of the largest, or by one."""
+    """Return ``y`` with one element off by a tenth of the largest element, or by 1 for integers."""
     y = y.clone()
     y.view(-1)[y.numel() // 2] += 0.1 * y.abs().max() if y.is_floating_point() else 1
     return y
 
 
-def test_demo_fails_when_something_is_wrong(
-    only_rank: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_demo_fails_if_a_result_is_wrong(only_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     right = tpkernels.matmul_reduce_scatter
 
     def wrong(*args: Any, algorithm: str, **options: Any) -> torch.Tensor:
@@ -147,7 +145,7 @@ def test_demo_fails_when_something_is_wrong(
 def test_bad_input_is_one_line_before_any_rank_starts(
     args: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # with nothing tuned
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # an empty tuning cache
     check_refused(args, message, monkeypatch)
 
 
@@ -156,14 +154,14 @@ def test_version() -> None:
     assert (result.exit_code, result.output) == (0, f"tpkernels {tpkernels.__version__}\n")
 
 
-@pytest.mark.parametrize(("ranks", "told"), [(2, False), (3, True)])
-def test_more_threads_than_cores_are_said(
-    ranks: int, told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("ranks", "warned"), [(2, False), (3, True)])
+def test_more_threads_than_cores_are_reported(
+    ranks: int, warned: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-    terminal.note_crowd(ranks, 2)
-    text = "Starting 3 ranks x 2 threads on 4 cores: threads share cores, which is slow.\n"
-    assert capsys.readouterr().err == (text if told else "")
+    terminal.warn_oversubscription(ranks, 2)
+    warning = "Starting 3 ranks x 2 threads on 4 cores: threads share cores, which is slow.\n"
+    assert capsys.readouterr().err == (warning if warned else "")
 
 
 @pytest.mark.parametrize(
@@ -179,10 +177,10 @@ def test_more_threads_than_cores_are_said(
 def test_tables_fit_100_columns(
     command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """No line is longer, and no character is cut off."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # with nothing tuned
+    """No line is longer than 100 characters, and no text is cut off."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # an empty tuning cache
     characters = {}
-    for width in (100, 300, 100):  # the first `info` loads NCCL, and later ones say so
+    for width in (100, 300, 100):  # the first `info` loads NCCL, and later output names it
         monkeypatch.setattr(terminal, "_WIDTH", width)
         result = invoke(*command.split())
         assert result.exit_code == 0, result.output
@@ -192,7 +190,7 @@ def test_tables_fit_100_columns(
     assert characters[100] == characters[300]
 
 
-def test_nproc_must_be_the_launchers(only_rank: None) -> None:
+def test_nproc_must_match_the_launcher(only_rank: None) -> None:
     result = invoke("demo", "--nproc", "2")
     assert result.exit_code == 2
     assert "--nproc is 2 but torchrun set WORLD_SIZE to 1" in result.output

@@ -1,4 +1,4 @@
-"""``tpkernels explain --model``, and rates that ``tpkernels tune --machine`` measured."""
+"""``tpkernels explain --model``, and the rates measured by ``tpkernels tune --machine``."""
 
 from __future__ import annotations
 
@@ -16,53 +16,53 @@ from tpkernels.bench import probes
 from tpkernels.cli.explain import layer_costs
 from tpkernels.launch import Ranks
 from tpkernels.planning import store
-from tpkernels.planning.cost import Profile, machine_named
+from tpkernels.planning.cost import Profile, get_preset
 from tpkernels.planning.machine import Machine
 from tpkernels.timing import Samples
 
 SMOLLM = "explain --model smollm2-135m --tp 2 --machine this"
 
 
-def layers_of(command: str) -> dict[tuple[str, int], dict[str, Any]]:
+def parse_layers(command: str) -> dict[tuple[str, int], dict[str, Any]]:
     layers = json.loads(invoke(*command.split(), "--json").stdout)["layers"]
     return {(layer["phase"], layer["tp"]): layer for layer in layers}
 
 
-def test_a_layer_on_several_numbers_of_ranks() -> None:
-    text = " ".join(invoke(*LAYERS.split()).output.split())
-    assert "One layer of llama3-70b on NVIDIA H200 SXM, rows: prefill 8192 and decode 64" in text
-    assert text.count("no gain") >= 2  # one rank, in both phases
-    assert "prefill 8 1 204 MiB 2.24 1.36 3.60 2.66 1.35x" in text
-    layers = layers_of(LAYERS)
+def test_a_layer_on_several_world_sizes() -> None:
+    output = " ".join(invoke(*LAYERS.split()).output.split())
+    assert "One layer of llama3-70b on NVIDIA H200 SXM, rows: prefill 8192 and decode 64" in output
+    assert output.count("no gain") >= 2  # a single rank, in both phases
+    assert "prefill 8 1 204 MiB 2.24 1.36 3.60 2.66 1.35x" in output
+    layers = parse_layers(LAYERS)
     assert len(layers) == 14
-    alone = layers["prefill", 1]
-    assert alone["communication"] == 0 and alone["overlapped"] == alone["matmul"]
+    single = layers["prefill", 1]
+    assert single["communication"] == 0 and single["overlapped"] == single["matmul"]
     for (phase, tp), layer in layers.items():
         assert layer["unfused"] == pytest.approx(layer["matmul"] + layer["communication"])
         assert layer["matmul"] <= layer["overlapped"] <= layer["unfused"] * (1 + 1e-9)
-        assert layer["matmul"] >= alone["matmul"] / tp or phase == "decode"
-    # The network is slower than the links of a node.
+        assert layer["matmul"] >= single["matmul"] / tp or phase == "decode"
+    # The network is slower than the links within a node.
     step = layers["prefill", 16]["communication"] - layers["prefill", 8]["communication"]
     assert step > layers["prefill", 8]["communication"] - layers["prefill", 4]["communication"]
 
 
-def test_a_core_that_copies_does_not_multiply() -> None:
-    layer = layer_costs("smollm2-135m", 2, 64, True, machine_named("zen4-core"), 2)
+def test_copies_on_a_core_do_not_overlap_matmuls() -> None:
+    layer = layer_costs("smollm2-135m", 2, 64, True, get_preset("zen4-core"), 2)
     assert layer["overlapped"] >= 0.98 * layer["unfused"]
 
 
-def measured_in_turn() -> tuple[Machine, Profile]:
-    """On a rank: what is measured if rank 1 takes twice as long as rank 0, and every other
-    repetition twice as long as the shortest."""
-    size, slower = 64, 1 + dist.get_rank()
+def measure_fake_machine() -> tuple[Machine, Profile]:
+    """Measure rates with fake times: rank 1 is twice as slow as rank 0, and the first of two
+    repetitions twice as slow as the second."""
+    size, slowdown = 64, 1 + dist.get_rank()
 
     def measure(variants: Iterable[str], **_: object) -> dict[str, Samples]:
         seconds = {
-            "local_matmul": slower * 2 * size**3 / 2e9,
-            "matmul": slower * 2 * size**3 / 1e9,
-            "copy": slower * 2 * (1 << 20) / 2e10,
-            "small": slower * 1e-5,
-            "large": slower * 1e-5 + 8e-3,
+            "local_matmul": slowdown * 2 * size**3 / 2e9,
+            "matmul": slowdown * 2 * size**3 / 1e9,
+            "copy": slowdown * 2 * (1 << 20) / 2e10,
+            "small": slowdown * 1e-5,
+            "large": slowdown * 1e-5 + 8e-3,
         }
         return {name: Samples((2 * seconds[name], seconds[name]), 1, 1) for name in variants}
 
@@ -74,19 +74,19 @@ def measured_in_turn() -> tuple[Machine, Profile]:
         return probes.measure_machine("cpu", "2026-11-22")
 
 
-def test_this_machine_is_what_tune_measured(
+def test_machine_this_uses_the_measured_rates(
     ranks: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (machine, profile), other = ranks(2).run(measured_in_turn)
-    assert (machine, profile) == other
-    # The slowest rank's.
+    (machine, profile), rank_1_result = ranks(2).run(measure_fake_machine)
+    assert (machine, profile) == rank_1_result
+    # rates of the slowest rank
     assert profile.flops == pytest.approx((1e9,) * 3) and profile.bandwidth == pytest.approx(1e10)
     assert profile.within.call == 2e-5
     assert profile.within.bandwidth == pytest.approx((8 << 20) / 8e-3)
     store.save_profile(machine, profile)
-    layer = layers_of(f"{SMOLLM} --decode 1")["decode", 2]
-    weights = 576 * 480 + 288 * 576 + 576 * 1536 + 768 * 576  # elements on a rank
+    layer = parse_layers(f"{SMOLLM} --decode 1")["decode", 2]
+    weights = 576 * 480 + 288 * 576 + 576 * 1536 + 768 * 576  # elements per rank
     elements = weights + (576 + 480) + (288 + 576) + (576 + 1536) + (768 + 576)
     assert layer["weight_bytes"] == 2 * weights
     assert layer["matmul"] == pytest.approx(2 * weights / 1e9 + 2 * elements / 1e10)

@@ -1,4 +1,4 @@
-"""``tpkernels generate``: text on several ranks, as a stream and as JSON; what is refused."""
+"""``tpkernels generate``: completions on several ranks, streams, JSON output, and refusals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import tpkernels.cli.generate as command
 from tests.cli import test_cli
 from tests.cli.test_shard import MLP
 from tests.support import served
-from tests.support.processes import output_of, torchrun
+from tests.support.processes import python_output, torchrun
 from tests.support.ranked import on_ranks
 from tests.support.tiers import thorough
 from tpkernels.integrations.transformers.sampling import Sampling
@@ -37,13 +37,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def text(folder: Path) -> str:
-    """What follows the prompt, by transformers in one process."""
+def completion(folder: Path) -> str:
+    """Return the completion of the prompt by transformers in one process."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = served.tokenizer()
     ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
-    tokens = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
-    return str(tokenizer.decode(tokens, skip_special_tokens=True))
+    new_tokens = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+    return str(tokenizer.decode(new_tokens, skip_special_tokens=True))
 
 
 @pytest.mark.thorough
@@ -52,79 +52,82 @@ def test_no_benchmark_is_imported_to_generate_text() -> None:
         "import sys, tpkernels.cli.generate, tpkernels.integrations.transformers.generator\n"
         "print([name for name in sys.modules if name.startswith('tpkernels.bench')])"
     )
-    assert output_of("-c", code) == "[]\n"
+    assert python_output("-c", code) == "[]\n"
 
 
 def invoke(folder: Path, *args: object) -> Result:
     return test_cli.invoke("generate", "--model", folder, *args)
 
 
-def done(result: Result) -> Any:
+def parse_output(result: Result) -> Any:
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
 
 @pytest.mark.thorough
-def test_the_text_is_that_of_one_process(folder: Path, text: str) -> None:
-    """With a second prompt beside it."""
+def test_the_completion_equals_one_process(folder: Path, completion: str) -> None:
+    """Generate on two ranks, with a second prompt in the same batch."""
     prompts = ("--prompt", PROMPT, "--prompt", "it was")
-    whole = done(invoke(folder, *prompts, "--max-new-tokens", 8, "--tp", 2, "--json"))
-    assert len(text) > 5 and whole["completions"][0]["text"] == text
-    assert whole["completions"][0]["finish_reason"] == "length"
-    assert whole["ranks"] == 2 and whole["dtype"] == "float32"
-    assert 0 < whole["seconds_to_first_token"] <= whole["seconds"]
+    output = parse_output(invoke(folder, *prompts, "--max-new-tokens", 8, "--tp", 2, "--json"))
+    assert len(completion) > 5 and output["completions"][0]["text"] == completion
+    assert output["completions"][0]["finish_reason"] == "length"
+    assert output["ranks"] == 2 and output["dtype"] == "float32"
+    assert 0 < output["seconds_to_first_token"] <= output["seconds"]
     int8 = ("--weights", "int8", "--max-new-tokens", 8, "--tp", 2, "--json")
-    assert len(done(invoke(folder, "--prompt", PROMPT, *int8))["completions"][0]["tokens"]) == 8
+    assert (
+        len(parse_output(invoke(folder, "--prompt", PROMPT, *int8))["completions"][0]["tokens"])
+        == 8
+    )
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("command", ["generate", "serve"])
-def test_whole_experts_need_a_mixture(folder: Path, command: str) -> None:
+def test_expert_parallel_needs_an_moe_model(folder: Path, command: str) -> None:
     """The option reaches the ranks."""
     options = ("--prompt", PROMPT) if command == "generate" else ("--port", 0)
-    refused = test_cli.invoke(command, "--model", folder, *options, "--expert-parallel")
-    assert refused.exit_code == 2
-    assert "the plan of LlamaForCausalLM does not contain any; leave it out" in refused.stderr
+    result = test_cli.invoke(command, "--model", folder, *options, "--expert-parallel")
+    assert result.exit_code == 2
+    assert "the plan of LlamaForCausalLM does not contain any; leave it out" in result.stderr
 
 
 @pytest.mark.thorough
-def test_a_plan_in_a_file(folder: Path, text: str, tmp_path: Path) -> None:
+def test_a_plan_in_a_file(folder: Path, completion: str, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(MLP))
     options = ("--prompt", PROMPT, "--max-new-tokens", 8, "--tp", 2, "--plan", file)
     result = invoke(folder, *options)
-    assert result.exit_code == 0 and result.stdout.strip("\n") == text, result.output
+    assert result.exit_code == 0 and result.stdout.strip("\n") == completion, result.output
 
 
 @pytest.mark.slow
-def test_a_stream(folder: Path, text: str) -> None:
+def test_a_stream(folder: Path, completion: str) -> None:
     result = invoke(folder, "--prompt", PROMPT, "--max-new-tokens", 8, "--tp", 1, "--stream")
     assert result.exit_code == 0, result.output
-    assert result.stdout == f"{text}\n"
+    assert result.stdout == f"{completion}\n"
     assert "8 tokens on 1 rank" in result.stderr
 
 
 @pytest.mark.slow
 def test_under_torchrun(folder: Path) -> None:
-    """All ranks draw by the seed of rank 0, which is shown, and rank 0 alone prints."""
+    """All ranks sample with the seed of rank 0. The output contains it, and only rank 0 prints."""
     options = ["--prompt", PROMPT, "--max-new-tokens", "8", "--temperature", "1", "--json"]
     command = ("-m", "tpkernels", "generate", "--model", folder)
-    there = json.loads(torchrun(2, *command, *options))
-    here = done(invoke(folder, *options, "--seed", there["seed"], "--tp", 2))
-    assert there["completions"] == here["completions"]
+    launched = json.loads(torchrun(2, *command, *options))
+    direct = parse_output(invoke(folder, *options, "--seed", launched["seed"], "--tp", 2))
+    assert launched["completions"] == direct["completions"]
 
 
 @on_ranks(2)
 def test_ranks_of_torchrun_agree_on_tokenizer_and_seed() -> None:
-    """Where one rank cannot load the tokenizer, all say so."""
+    """If one rank cannot load the tokenizer, all ranks raise its error."""
     rank, (good, bad) = dist.get_rank(), (Future[str](), Future[str]())
     good.set_result("tokenizer")
     bad.set_exception(ValueError("tokenizer.json is missing"))
     sampling = Sampling(seed=5 + rank)
     with mock.patch.object(command, "under_torchrun", lambda: True):
-        assert command._agreed(good, sampling) == ("tokenizer", Sampling(seed=5))
+        assert command._synchronize(good, sampling) == ("tokenizer", Sampling(seed=5))
         with pytest.raises(UsageError, match=r"rank 1: tokenizer\.json is missing"):
-            command._agreed(bad if rank == 1 else good, sampling)
+            command._synchronize(bad if rank == 1 else good, sampling)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +163,7 @@ def test_refused_before_ranks_start(
         ("weights", ("--prompt", PROMPT), "safetensors"),
     ],
 )
-def test_refused_by_what_the_model_is(
+def test_refused_after_reading_the_model(
     tmp_path: Path, change: str, options: tuple[object, ...], message: str
 ) -> None:
     template = None if change == "chat" else served.TEMPLATE
@@ -174,8 +177,8 @@ def test_refused_by_what_the_model_is(
 
 
 @pytest.mark.slow
-def test_a_reader_that_leaves(folder: Path) -> None:
-    """As `head` does."""
+def test_a_reader_that_closes_the_pipe(folder: Path) -> None:
+    """The reader closes the pipe after one character, as `head` does."""
     command = [sys.executable, "-m", "tpkernels", "generate", "--model", str(folder), "--stream"]
     options = ["--prompt", PROMPT, "--max-new-tokens", "50"]
     with subprocess.Popen(
@@ -184,7 +187,7 @@ def test_a_reader_that_leaves(folder: Path) -> None:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.read(1)
         process.stdout.close()
-        assert process.wait(60) in (0, 1)  # 0: all of it was in the pipe
+        assert process.wait(60) in (0, 1)  # 0: the pipe held all output
         assert process.stderr.read() == "" or process.returncode == 0
 
 
@@ -196,7 +199,7 @@ def test_a_reader_that_leaves(folder: Path) -> None:
         thorough("config.json", "config.json"),
     ],
 )
-def test_a_model_that_cannot_be_used_is_one_line(tmp_path: Path, file: str, message: str) -> None:
+def test_an_unusable_model_is_one_line(tmp_path: Path, file: str, message: str) -> None:
     folder = tmp_path / "none"
     if file:
         folder = served.folder(tmp_path / "model", length=64)

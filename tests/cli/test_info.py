@@ -1,4 +1,4 @@
-"""``tpkernels info``: what is available here, and why the rest is not."""
+"""``tpkernels info``: available features, and the reasons why features are unavailable."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tpkernels import _C, cuda, nccl
 from tpkernels.planning.op_spec import OPS
 
 
-def test_info_shows_what_is_here() -> None:
+def test_info_shows_available_features() -> None:
     shown = invoke("info").output
-    for text in (tpkernels.__version__, torch.__version__, "CUDA kernels", "CUDA driver", *OPS):
-        assert text in shown
+    for expected in (tpkernels.__version__, torch.__version__, "CUDA kernels", "CUDA driver", *OPS):
+        assert expected in shown
     assert (
         "pipelined overlaps communication with a matmul, but this op does not contain a matmul"
         in " ".join(shown.split())
@@ -33,16 +33,16 @@ def test_info_shows_what_is_here() -> None:
     assert set(facts["local_matmul"].values()) <= {"native", "converted"}
     assert facts["cuda"]["kernels"].startswith(("embedded: sm_", "NVRTC ", "none: "))
     assert facts["cuda"]["driver"]
-    here = facts["algorithms"]["cpu"]
-    assert set(here) == set(OPS)
-    variants = here["all_gather_matmul"]
-    usable = [name for name in variants if variants[name] is None]
+    cpu_algorithms = facts["algorithms"]["cpu"]
+    assert set(cpu_algorithms) == set(OPS)
+    obstacles = cpu_algorithms["all_gather_matmul"]
+    usable = [name for name in obstacles if obstacles[name] is None]
     assert usable == ["unfused", "ring", "direct", "pipelined"]
-    assert "TRITON_INTERPRET=1" in variants["fused"]
-    assert "overlaps communication with a matmul" in here["all_reduce"]["pipelined"]
+    assert "TRITON_INTERPRET=1" in obstacles["fused"]
+    assert "overlaps communication with a matmul" in cpu_algorithms["all_reduce"]["pipelined"]
 
 
-def test_info_tells_whether_memory_can_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_shows_shared_memory_support(monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(invoke("info", "--json").stdout)["shared_memory"] is None
     assert "available between ranks of one user" in " ".join(invoke("info").output.split())
 
@@ -54,7 +54,7 @@ def test_info_tells_whether_memory_can_be_shared(monkeypatch: pytest.MonkeyPatch
     assert "none: this process cannot share memory: pidfd_open: Operation not permitted" in shown
 
 
-def test_info_tells_which_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_shows_the_nccl_library(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {"path": "/a/libnccl.so.2", "version": "2.18.5", "origin": "from a wheel"}
     monkeypatch.setattr(nccl, "facts", lambda: facts)
     shown = " ".join(invoke("info").output.split())
@@ -64,14 +64,14 @@ def test_info_tells_which_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no NCCL: nobody has one" in " ".join(invoke("info").output.split())
 
 
-def test_remedies_are_shown_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remedies_are_not_interpreted_as_markup(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rich would interpret the extra of a `pip install` as markup."""
     remedy = "pip install 'tpkernels[cu13]' (or [cu12])"
     monkeypatch.setattr(cuda, "image_status", lambda: f"none: {remedy}")
     for name in ("tpkernels.algorithms.backends", "tpkernels.bench.specs"):
         module = importlib.import_module(name)
         monkeypatch.setattr(
-            module, "unsupported", lambda variant, *_: remedy if variant == "fused" else None
+            module, "unsupported", lambda algorithm, *_: remedy if algorithm == "fused" else None
         )
     shown = " ".join(invoke("info").output.split())
     assert f"none: {remedy}" in shown and f"fused {remedy}" in shown

@@ -1,4 +1,4 @@
-"""``tpkernels profile``: ranks on one clock, kinds of time, and scripts that fail."""
+"""``tpkernels profile``: ranks on a common clock, times by category, and scripts that fail."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from tests.cli.test_cli import invoke
 from tests.support.tiers import sweep
 from tpkernels import torch_private
 from tpkernels.cli.profile import _CALL, times
-from tpkernels.local import matmul as product
-from tpkernels.local import ranges
+from tpkernels.local import matmul, ranges
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist, tpkernels
@@ -34,7 +33,7 @@ assert y.shape == (64, 64) and (y == 64).all()
 
 
 def event(name: str, begin: float, end: float, gpu: bool = False) -> Any:
-    """Stands for an event of torch's profiler; times in ms."""
+    """Return a stand-in for an event of the torch profiler. Times are in ms."""
     return SimpleNamespace(
         name=name,
         time_range=SimpleNamespace(start=1e3 * begin, end=1e3 * end),
@@ -44,8 +43,8 @@ def event(name: str, begin: float, end: float, gpu: bool = False) -> Any:
 
 
 def test_times_of_calls() -> None:
-    """A copy of 10, which waits for 4 of them; a transfer of 20 that contains a matmul of 12 and a
-    wait of 5."""
+    """A copy of 10 ms contains a wait of 4 ms. A transfer of 20 ms contains a matmul of 12 ms and a
+    wait of 5 ms."""
     events = [
         event(_CALL, 0, 60),
         event(ranges.COPY, 0, 10),
@@ -59,8 +58,9 @@ def test_times_of_calls() -> None:
     assert times(events) == (60, 12, 4 + 5, 6 + 20, 12)
 
 
-def test_a_host_that_waits_hides_no_communication_of_its_gpu() -> None:
-    """NCCL for 20, the last 10 concurrent with a matmul, while the host waits in `item()`."""
+def test_a_host_wait_overlaps_no_gpu_communication() -> None:
+    """NCCL runs for 20 ms, the last 10 ms concurrently with a matmul, while the host waits in
+    `item()`."""
     nccl = event("ncclDevKernel_AllGather", 5, 25, gpu=True)
     events = [
         event("aten::mm", 0, 2),
@@ -74,7 +74,7 @@ def test_a_host_that_waits_hides_no_communication_of_its_gpu() -> None:
     assert times([event("aten::add", 0, 5), nccl]) == (25, 0, 0, 20, 0)
 
 
-def test_nothing_recorded_takes_no_time(tmp_path: Path) -> None:
+def test_a_script_without_torch_ops(tmp_path: Path) -> None:
     assert times([]) == (0,) * 5
     script = tmp_path / "nothing.py"
     script.write_text("print('no torch here')")
@@ -85,14 +85,14 @@ def test_nothing_recorded_takes_no_time(tmp_path: Path) -> None:
 
 
 def events_by_rank(folder: Path) -> list[list[dict[str, Any]]]:
-    """Return the events of two ranks in a trace, whose processes and flows are apart."""
+    """Return the events of two ranks in a trace. The ranks have separate processes and flows."""
     merged = json.loads((folder / "trace.json").read_text())
     events: list[list[dict[str, Any]]] = [[], []]
-    for one in merged["traceEvents"]:
-        rank = int(one["pid"].startswith("rank 1: "))
-        events[rank].append(one)
-        assert all(one[key].startswith(f"rank {rank}: ") for key in ("pid", "id") if key in one)
-    names = [one["args"]["name"] for one in chain(*events) if one["name"] == "process_name"]
+    for event in merged["traceEvents"]:
+        rank = int(event["pid"].startswith("rank 1: "))
+        events[rank].append(event)
+        assert all(event[key].startswith(f"rank {rank}: ") for key in ("pid", "id") if key in event)
+    names = [event["args"]["name"] for event in chain(*events) if event["name"] == "process_name"]
     assert all(name.startswith(("rank 0, ", "rank 1, ")) for name in names) and len(names) >= 2
     return events
 
@@ -115,19 +115,25 @@ def test_an_op_on_two_ranks(tmp_path: Path, algorithm: str) -> None:
     assert re.search(r"^ +1 ( +[\d.]+){4}  (\d+%|no data moved) +$", shown.output, re.MULTILINE)
     assert f"{algorithm}: requested" in shown.output
     events = events_by_rank(tmp_path / "new" / "folder")
-    names = [{one["name"] for one in of_rank} for of_rank in events]
-    wanted = {*EXPECTED[algorithm], "tpkernels::all_gather_matmul"}
-    assert all(found >= wanted - {ranges.WAIT} for found in names)  # one rank may always be later
-    assert names[0] | names[1] >= wanted
-    # The ranks share a clock: after a barrier, none begins a call before all have ended the last.
+    names = [{event["name"] for event in rank_events} for rank_events in events]
+    expected = {*EXPECTED[algorithm], "tpkernels::all_gather_matmul"}
+    # a rank that is always later never waits
+    assert all(rank_names >= expected - {ranges.WAIT} for rank_names in names)
+    assert names[0] | names[1] >= expected
+    # The ranks share a clock, and a barrier separates the calls: a call begins only after the
+    # previous call has ended on both ranks.
     first, second = (
-        [(one["ts"], one["ts"] + one["dur"]) for one in of_rank if one["name"] == _CALL]
-        for of_rank in events
+        [
+            (event["ts"], event["ts"] + event["dur"])
+            for event in rank_events
+            if event["name"] == _CALL
+        ]
+        for rank_events in events
     )
     calls = list(zip(first, second, strict=True))
     assert len(calls) == 4
-    for ours, theirs in calls:
-        assert max(ours[0], theirs[0]) < min(ours[1], theirs[1]), "no time in common"
+    for rank_0, rank_1 in calls:
+        assert max(rank_0[0], rank_1[0]) < min(rank_0[1], rank_1[1]), "no time in common"
     for (_, (_, end)), ((begin, _), _) in pairwise(calls):
         assert end < begin + 200
 
@@ -136,7 +142,8 @@ def test_an_op_on_two_ranks(tmp_path: Path, algorithm: str) -> None:
 def test_a_script_on_two_ranks(tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     quiet = (
-        "import os; assert os.environ['KINETO_LOG_LEVEL'] == '6'"  # or it prints lines of its own
+        # otherwise the profiler prints lines
+        "import os; assert os.environ['KINETO_LOG_LEVEL'] == '6'"
     )
     script.write_text(f"{quiet}\n{SCRIPT}")
     shown = invoke("profile", "--out", str(tmp_path), str(script), "--rows", "64")
@@ -175,19 +182,19 @@ def test_a_script_that_fails(tmp_path: Path, body: str, message: str) -> None:
     assert not (tmp_path / "trace.json").exists()
 
 
-def test_no_range_is_opened_where_no_profiler_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_range_without_a_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(4, 4)
     opened: list[str] = []
-    range_of = torch_private.RecordFunctionFast
+    record_function = torch_private.RecordFunctionFast
 
-    def spied(name: str) -> object:
+    def record(name: str) -> object:
         opened.append(name)
-        return range_of(name)
+        return record_function(name)
 
-    monkeypatch.setattr(torch_private, "RecordFunctionFast", spied)
-    product.local_matmul(x, x, torch.empty(4, 4))
+    monkeypatch.setattr(torch_private, "RecordFunctionFast", record)
+    matmul.local_matmul(x, x, torch.empty(4, 4))
     assert not opened and not ranges.profiling()
     with profile():
-        product.local_matmul(x, x, torch.empty(4, 4))
+        matmul.local_matmul(x, x, torch.empty(4, 4))
         assert ranges.profiling()
     assert opened == [ranges.MATMUL]

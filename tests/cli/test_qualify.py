@@ -1,4 +1,5 @@
-"""``tpkernels qualify``: what it shows, refuses and keeps. The stages: tests/qualification."""
+"""``tpkernels qualify``: its output, refusals and saved report. tests/qualification covers the
+stages."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ from tpkernels.qualification.schedule import Stage, Topology
 PAIR = Topology(("NVIDIA H100",) * 2, 90)
 
 
-def test_a_rehearsal_on_cpu_tensors(tmp_path: Path) -> None:
+def test_a_dry_run_on_cpu_tensors(tmp_path: Path) -> None:
     out = tmp_path / "report.json"
-    ran = invoke("qualify", "--device", "cpu", "--only", "pipelined/all_r", "--out", str(out))
-    assert ran.exit_code == 0 and "pipelined/all_reduce on 2 ranks: qualified" in ran.output
-    assert "it qualifies no variant" in ran.output and qualification.load("cuda")[0] is None
+    result = invoke("qualify", "--device", "cpu", "--only", "pipelined/all_r", "--out", str(out))
+    assert result.exit_code == 0 and "pipelined/all_reduce on 2 ranks: qualified" in result.output
+    assert "it qualifies no variant" in result.output and qualification.load("cuda")[0] is None
     assert (
         json.loads(out.read_text())["report"]["variants"]["2"]["pipelined/all_reduce"]["checks"]
         >= 12
@@ -30,15 +31,15 @@ def test_a_rehearsal_on_cpu_tensors(tmp_path: Path) -> None:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """Two GPUs, on which stages are only noted: `direct/ll` is wrong there, and in the first
-    stage of `ring` somebody presses Ctrl-C."""
+    """Simulate two GPUs and return the names of the stages that ran. `direct/ll` is wrong, and the
+    first stage of `ring` raises KeyboardInterrupt."""
     ran: list[str] = []
 
     def outcome(stage: Stage, *_: object) -> StageOutcome:
         if stage.name == "ring/all_gather":
             raise KeyboardInterrupt
-        if stage.why_not:
-            return StageOutcome(NOT_RUN, why=stage.why_not)
+        if stage.skip_reason:
+            return StageOutcome(NOT_RUN, why=stage.skip_reason)
         ran.append(stage.name)
         wrong = Failure("wrong", "all_reduce", 0, elements=4, wrong=2, first=((1, "0", "3"),))
         bad = stage.name == "direct/ll"
@@ -46,21 +47,26 @@ def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(command.sessions, "resolve_device", lambda _: "cuda")
-    monkeypatch.setattr(command, "topology_here", lambda: PAIR)
-    monkeypatch.setattr(stages, "_outcome", outcome)
+    monkeypatch.setattr(command, "get_topology", lambda: PAIR)
+    monkeypatch.setattr(stages, "_run_stage", outcome)
     monkeypatch.setattr(
-        qualification, "head", lambda device: {"format": "a test", "device": device}
+        qualification, "machine_key", lambda device: {"format": "a test", "device": device}
     )
     return ran
 
 
-def test_the_report_is_kept_and_goes_on(gpus: list[str]) -> None:
+def test_the_report_is_saved_and_resumed(gpus: list[str]) -> None:
     first = invoke("qualify", "--only", "direct/")
-    assert first.exit_code == 1 and len(gpus) == 5 + 2  # with what they rely on
+    assert first.exit_code == 1 and len(gpus) == 5 + 2  # includes the stages that they rely on
     assert "direct/ll on 2 ranks: disqualified: 2 of 4 elements are wrong" in first.output
     report, _ = qualification.load("cuda")
     assert report is not None and "direct/ll" not in report.qualification(2).variants
-    assert report.qualification(2).of("direct") == {"ll_two_shot", "two_shot", "one_shot", "routed"}
+    assert report.qualification(2).variants_for("direct") == {
+        "ll_two_shot",
+        "two_shot",
+        "one_shot",
+        "routed",
+    }
     gpus.clear()
     invoke("qualify")
     assert "direct/ll" not in gpus and "pipelined/all_gather" in gpus
@@ -69,7 +75,7 @@ def test_the_report_is_kept_and_goes_on(gpus: list[str]) -> None:
     assert gpus == ["messages", "direct/two_shot"]
     report, _ = qualification.load(
         "cuda"
-    )  # with all that was run before, also in the interrupted command
+    )  # keeps the results of earlier commands and of the interrupted command
     assert (
         report is not None
         and {"direct/two_shot", "fused/all_reduce"} < report.qualification(2).variants
@@ -82,24 +88,24 @@ def test_the_plan_runs_nothing(gpus: list[str]) -> None:
     assert "Estimated time: " in shown.output and " minutes" in shown.output
 
 
-def test_what_the_budget_leaves_out_is_named(gpus: list[str]) -> None:
-    ended = invoke("qualify", "--only", "pipelined/", "--budget", "5.5")
-    assert ended.exit_code == 0 and not gpus
+def test_stages_beyond_the_budget_are_listed(gpus: list[str]) -> None:
+    result = invoke("qualify", "--only", "pipelined/", "--budget", "5.5")
+    assert result.exit_code == 0 and not gpus
     assert "Not run, because the budget is 6 s: copies, pipelined/" in " ".join(
-        ended.output.split()
+        result.output.split()
     )
 
 
-def test_what_cannot_be_rehearsed_is_not_disqualified(
+def test_a_stage_without_a_dry_run_is_not_disqualified(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(command, "unsupported", lambda device: None)  # as with the interpreter
-    ended = invoke("qualify", "--device", "cpu", "--only", "fused/copy_engines")
-    assert ended.exit_code == 0 and "copy_engines on 2 ranks: not run" in ended.output
+    monkeypatch.setattr(command, "unsupported", lambda device: None)  # simulates the interpreter
+    result = invoke("qualify", "--device", "cpu", "--only", "fused/copy_engines")
+    assert result.exit_code == 0 and "copy_engines on 2 ranks: not run" in result.output
 
 
-def test_a_rehearsal_on_cpus_disqualifies_nothing() -> None:
-    """`fused` runs there under Triton's interpreter only."""
+def test_a_dry_run_skips_fused() -> None:
+    """On CPUs, `fused` runs only under the Triton interpreter."""
     shown = invoke("qualify", "--device", "cpu", "--plan")
     assert shown.exit_code == 0 and "The fused stages are skipped: fused" in shown.output
     assert "fused/" not in shown.output and "ring/all_gather" in shown.output
@@ -112,9 +118,9 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--device cpu --tp 1", "--nproc is 1"),
         ("--device tpu", "unknown device 'tpu'"),
     ):
-        ended = invoke("qualify", *options.split())
-        assert ended.exit_code == 2 and message in ended.output, ended.output
+        result = invoke("qualify", *options.split())
+        assert result.exit_code == 2 and message in result.output, result.output
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    ended = invoke("qualify", "--device", "cpu")
-    assert ended.exit_code == 2 and "without torchrun" in ended.output
+    result = invoke("qualify", "--device", "cpu")
+    assert result.exit_code == 2 and "without torchrun" in result.output

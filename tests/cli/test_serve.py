@@ -1,4 +1,4 @@
-"""``tpkernels serve``: what is refused before a rank starts, and the memory of ranks."""
+"""``tpkernels serve``: refusals before a rank starts, and memory limits of the ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tpkernels.integrations.transformers.serving.server import limits
 
 @pytest.fixture(autouse=True)
 def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that starts would make a test of refusals slow, and pass."""
+    """Fail if a rank starts. A test of refusals would otherwise be slow, and pass."""
 
     def start(*_: Any, **__: Any) -> None:
         raise AssertionError("ranks were started")
@@ -29,7 +29,7 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "fork_server", lambda *_: None)
 
 
-def refused(*args: object) -> str:
+def refusal(*args: object) -> str:
     result = invoke("serve", *args)
     assert result.exit_code == 2, result.output or result.exception
     return " ".join(result.output.split())
@@ -48,35 +48,35 @@ def refused(*args: object) -> str:
     ],
 )
 def test_bad_options(tmp_path: Path, args: tuple[object, ...], message: str) -> None:
-    assert message in refused("--model", tmp_path, "--port", 0, *args)
-    assert "which does not exist; pass a local folder" in refused("--model", tmp_path / "nothing")
+    assert message in refusal("--model", tmp_path, "--port", 0, *args)
+    assert "which does not exist; pass a local folder" in refusal("--model", tmp_path / "nothing")
 
 
-def test_a_port_that_is_taken(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        message = refused("--model", tmp_path, "--port", port)
+def test_a_port_in_use(tmp_path: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        message = refusal("--model", tmp_path, "--port", port)
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in message
 
 
 def test_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "without torchrun" in refused("--model", tmp_path)
+    assert "without torchrun" in refusal("--model", tmp_path)
 
 
 @pytest.mark.parametrize(
     ("key", "message"),
     [(b" \n", "is empty; write the API key"), (b"\xff", "not ASCII"), (b"k" * 5000, "larger than")],
 )
-def test_a_key_that_cannot_be_used(tmp_path: Path, key: bytes, message: str) -> None:
+def test_an_unusable_key(tmp_path: Path, key: bytes, message: str) -> None:
     path = tmp_path / "key"
     path.write_bytes(key)
-    assert message in refused("--model", tmp_path, "--api-key-file", path)
+    assert message in refusal("--model", tmp_path, "--api-key-file", path)
 
 
-def test_the_user_sets_other_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_override_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
     assert limits()["LRU_CACHE_CAPACITY"] == "7"

@@ -1,4 +1,5 @@
-"""``tpkernels shard``: how a model is split, without ranks, and files with each rank's shard."""
+"""``tpkernels shard``: the sharding of a model, without ranks, and the files with the shard of each
+rank."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_uneven_splits_and_a_rank_without_attention(folder: Path) -> None:
-    """Nine heads in three key-value groups: on four ranks, two share a group; on ten, one has no
-    head."""
+    """Nine heads in three key-value groups. On four ranks, two ranks share a group. On ten ranks,
+    one rank has no heads."""
     shown = lines(invoke("--model", folder, "--tp", 4, "--dry-run"))
     name = "model.layers.0..1.self_attn.q_proj.weight (2)"  # one line for both layers
     assert not any("layers.1." in line for line in shown)
@@ -47,28 +48,32 @@ def test_uneven_splits_and_a_rank_without_attention(folder: Path) -> None:
     assert "Parameters on each rank: 16272 bytes (15.89 KiB) on rank 0" in shown
     assert not any("Rank 3" in line for line in shown)
     shown = lines(invoke("--model", folder, "--tp", 10, "--dry-run"))
-    text = "Rank 3 holds no shard of k_proj, o_proj, q_proj, v_proj and contributes zeros there. "
-    assert f"{text}Attention is sharded by heads, and this model has 9 heads." in shown
+    sentence = (
+        "Rank 3 holds no shard of k_proj, o_proj, q_proj, v_proj and contributes zeros there. "
+    )
+    assert f"{sentence}Attention is sharded by heads, and this model has 9 heads." in shown
     only = lines(invoke("--model", folder, "--tp", 4, "--dry-run", "--ffn-only"))
     assert f"{name} 36x36 36x36 replicated" in only
     assert not any("Rank 3" in line for line in only)
 
 
-def test_a_mixture_by_experts_and_by_width(tmp_path: Path) -> None:
+def test_expert_parallel_and_tensor_parallel_experts(tmp_path: Path) -> None:
     folder = hf_folders.folder(tmp_path, "mixtral", num_local_experts=2)
     experts, name = ["--expert-parallel"], "model.layers.0..1.mlp.experts."
     shown = lines(invoke("--model", folder, "--tp", 3, "--dry-run", *experts))
     shapes = "2x44x36 1x44x36 on ranks 0-1; 0x44x36 on rank 2 experts"
     assert f"{name}gate_up_proj (2) {shapes}" in shown
-    text = "Rank 2 holds no shard of experts and contributes zeros there. With --expert-parallel, "
-    assert f"{text}each expert is on one rank." in shown
+    sentence = (
+        "Rank 2 holds no shard of experts and contributes zeros there. With --expert-parallel, "
+    )
+    assert f"{sentence}each expert is on one rank." in shown
     shown = lines(invoke("--model", folder, "--tp", 2, "--dry-run"))
     assert f"{name}gate_up_proj (2) 2x44x36 2x22x36 output features" in shown
     assert f"{name}down_proj (2) 2x36x22 2x36x11 input features" in shown
     result = invoke("--model", folder, "--tp", 3, "--out", tmp_path / "out", *experts)
     index = json.loads((tmp_path / "out" / INDEX).read_text())
-    pieces = index["weight_map"]["model.layers.1.mlp.experts.down_proj"]
-    assert result.exit_code == 0 and [p["offsets"] for p in pieces] == [[0, 0, 0], [1, 0, 0]]
+    shards = index["weight_map"]["model.layers.1.mlp.experts.down_proj"]
+    assert result.exit_code == 0 and [p["offsets"] for p in shards] == [[0, 0, 0], [1, 0, 0]]
 
 
 def test_a_gguf_file_keeps_its_tokenizer(tmp_path: Path) -> None:
@@ -82,7 +87,7 @@ def test_a_gguf_file_keeps_its_tokenizer(tmp_path: Path) -> None:
 
 def test_json(folder: Path) -> None:
     plan = json.loads(invoke("--model", folder, "--tp", 3, "--dry-run", "--json").stdout)
-    by_name = {each["name"]: each for each in plan["parameters"]}
+    by_name = {parameter["name"]: parameter for parameter in plan["parameters"]}
     assert by_name["model.layers.0.mlp.down_proj.weight"] == {
         "name": "model.layers.0.mlp.down_proj.weight",
         "dtype": "float32",
@@ -91,15 +96,15 @@ def test_json(folder: Path) -> None:
         "local_shapes": [[36, 8], [36, 7], [36, 7]],
     }
     assert by_name["model.norm.weight"]["split_dim"] is None
-    whole = sum(
+    total_bytes = sum(
         4 * torch.Size(shape).numel()
-        for each in plan["parameters"]
-        for shape in each["local_shapes"]
+        for parameter in plan["parameters"]
+        for shape in parameter["local_shapes"]
     )
-    assert plan["tp"] == 3 and sum(plan["bytes"]) == whole
+    assert plan["tp"] == 3 and sum(plan["bytes"]) == total_bytes
 
 
-def test_the_files(folder: Path, tmp_path: Path) -> None:
+def test_output_files(folder: Path, tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     (folder / "pytorch_model.bin").write_text("not copied")
     out = tmp_path / "out"
@@ -112,24 +117,24 @@ def test_the_files(folder: Path, tmp_path: Path) -> None:
     index = json.loads((out / INDEX).read_text())
     name = "model.layers.0.mlp.down_proj.weight"
     assert index["shapes"][name] == [36, 22]
-    whole = safetensors.load_file(folder / "model.safetensors")[name].bfloat16()
-    pieces = zip(index["weight_map"][name], (0, 6, 12, 17), (6, 6, 5, 5), strict=True)
-    for piece, begin, size in pieces:
-        assert piece["offsets"] == [0, begin]
-        part = safetensors.load_file(out / piece["file"])[name]
-        assert torch.equal(part, whole[:, begin : begin + size])
+    full = safetensors.load_file(folder / "model.safetensors")[name].bfloat16()
+    entries = zip(index["weight_map"][name], (0, 6, 12, 17), (6, 6, 5, 5), strict=True)
+    for entry, begin, size in entries:
+        assert entry["offsets"] == [0, begin]
+        shard = safetensors.load_file(out / entry["file"])[name]
+        assert torch.equal(shard, full[:, begin : begin + size])
     assert [len(index["weight_map"][n]) for n in index["weight_map"] if "q_proj" in n] == [4, 4]
-    assert [each["file"] for each in index["weight_map"]["model.norm.weight"]] == shards[:1]
+    assert [entry["file"] for entry in index["weight_map"]["model.norm.weight"]] == shards[:1]
 
 
-def test_nothing_is_overwritten_by_accident(
+def test_overwriting_needs_force(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
     assert invoke("--model", folder, "--tp", 4, "--out", out).exit_code == 0
     before = sorted(path.name for path in out.iterdir())
-    again = invoke("--model", folder, "--tp", 2, "--out", out)
-    assert again.exit_code == 2 and "overwrite it with --force" in again.stderr
+    result = invoke("--model", folder, "--tp", 2, "--out", out)
+    assert result.exit_code == 2 and "overwrite it with --force" in result.stderr
     assert sorted(path.name for path in out.iterdir()) == before
 
     def fail(*_: Any) -> None:
@@ -139,7 +144,7 @@ def test_nothing_is_overwritten_by_accident(
         patch.setattr(shard_files, "_write_weights", fail)
         failed = invoke("--model", folder, "--tp", 2, "--out", out, "--force")
     assert failed.exit_code == 2 and "No space left on device" in failed.stderr
-    assert sorted(path.name for path in out.iterdir()) == before  # and nothing temporary
+    assert sorted(path.name for path in out.iterdir()) == before  # without temporary files
     assert invoke("--model", folder, "--tp", 2, "--out", out, "--force").exit_code == 0
     assert len(list(out.glob("*.safetensors"))) == 2
     same = invoke("--model", out, "--tp", 2, "--out", out, "--force")
@@ -157,16 +162,16 @@ MLP = {
 
 
 def test_a_plan_in_a_file(folder: Path, tmp_path: Path) -> None:
-    """It replaces the model's own. What is wrong with it is one line."""
+    """The plan replaces the plan of the model. An error in the plan is one line."""
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(MLP))
     arguments = ["--model", folder, "--dry-run", "--tp", 2, "--plan", file]
     plan = json.loads(invoke(*arguments, "--json").stdout)
-    dims = {each["name"]: each["split_dim"] for each in plan["parameters"]}
+    dims = {parameter["name"]: parameter["split_dim"] for parameter in plan["parameters"]}
     layer = "model.layers.1."
     assert (dims[layer + "mlp.up_proj.weight"], dims[layer + "mlp.down_proj.weight"]) == (0, 1)
     assert dims[layer + "self_attn.q_proj.weight"] is None
-    for content, part in (
+    for content, message in (
         ("{", "is not JSON: "),
         (b"\xff", "is not JSON: "),
         ("[]", "is not a plan; expected an object that maps module names to styles, such as "),
@@ -183,14 +188,14 @@ def test_a_plan_in_a_file(folder: Path, tmp_path: Path) -> None:
         else:
             file.write_bytes(content if isinstance(content, bytes) else content.encode())
         result = invoke(*arguments)
-        assert result.exit_code == 2 and part in result.stderr, result.output
+        assert result.exit_code == 2 and message in result.stderr, result.output
         assert "Traceback" not in result.stderr and result.stderr.strip().count("\n") == 0
 
 
-def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_refusals(folder: Path, tmp_path: Path) -> None:
     bert = tmp_path / "bert"
     transformers.BertConfig().save_pretrained(bert)
-    for arguments, part in (
+    for arguments, message in (
         (["--model", folder], "pass --out DIR to write the shards to, or --dry-run"),
         (["--model", folder, "--dry-run", "--dtype", "int8"], "unknown dtype 'int8'"),
         (
@@ -203,4 +208,4 @@ def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
         (["--model", bert, "--dry-run"], "(model_type 'bert') is not supported without a plan"),
     ):
         result = invoke(*arguments)
-        assert result.exit_code == 2 and part in result.stderr, result.output
+        assert result.exit_code == 2 and message in result.stderr, result.output

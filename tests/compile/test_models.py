@@ -1,5 +1,5 @@
 """The pass in ``torch.compile``: forward and backward of a DTensor model, enabling and disabling,
-several shapes, inductor's cache."""
+several shapes, and the inductor cache."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ SEQUENCE = {
 
 
 class Parallel:
-    """A block in one process, and the same block under a plan of torch's. Both are in float64, so
-    that a difference larger than rounding is an error."""
+    """An unsharded block, and the same block under a torch plan. Both use float64, so a difference
+    above rounding is an error."""
 
     def __init__(self) -> None:
         self.mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
         torch.manual_seed(0)
-        self.whole, self.model = Block().double(), Block().double()
-        self.model.load_state_dict(self.whole.state_dict())
+        self.unsharded, self.model = Block().double(), Block().double()
+        self.model.load_state_dict(self.unsharded.state_dict())
         parallelize_module(self.model, self.mesh, SEQUENCE)
         torch._dynamo.reset()
         counters.clear()
@@ -78,21 +78,24 @@ class Parallel:
         return x.chunk(self.mesh.size(), 1)[self.mesh.get_local_rank()].contiguous()
 
     def step(self, compiled: Any, batch: int, rows: int) -> list[str]:
-        """How a forward and a backward differ from those of the unsharded model."""
-        for model in (self.whole, self.model):
+        """Run a forward and a backward. Return the differences from the unsharded model."""
+        for model in (self.unsharded, self.model):
             model.zero_grad()
         draw = torch.Generator().manual_seed(rows)
         x = torch.randn(batch, rows, WIDTH, dtype=torch.float64, generator=draw)
-        expected = self.whole(x)
+        expected = self.unsharded(x)
         (expected**2).sum().backward()
         y = compiled(self.shard(x))
         (y**2).sum().backward()
         pairs = {"y": (y, self.shard(expected))}
-        for (name, p), whole in zip(
-            self.model.named_parameters(), self.whole.parameters(), strict=True
+        for (name, p), unsharded in zip(
+            self.model.named_parameters(), self.unsharded.parameters(), strict=True
         ):
             grad: Any = p.grad
-            pairs[name] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad, whole.grad)
+            pairs[name] = (
+                grad.full_tensor() if hasattr(grad, "full_tensor") else grad,
+                unsharded.grad,
+            )
         return [
             f"[{batch}, {rows}]: {name} differs by {(got - want).abs().max()}"
             for name, (got, want) in pairs.items()
@@ -100,23 +103,25 @@ class Parallel:
         ]
 
 
-PAIRS = {"all_gather_matmul": 2, "matmul_reduce_scatter": 2}  # forward and backward have each
+PAIRS = {"all_gather_matmul": 2, "matmul_reduce_scatter": 2}  # one forward, one backward
 
 
 @pytest.mark.slow
 @on_ranks(2, timeout=250)
 def test_a_block_with_sequence_parallelism() -> list[str]:
-    """All pairs are fused within the context. The second shape makes the graphs dynamic; later ones
-    do not compile again."""
+    """All pairs are fused within the context. The second shape makes the graphs dynamic, and later
+    shapes do not recompile."""
     parallel, seen = Parallel(), list[Counter[str]]()
-    with tpkernels.compile.fuse_collectives() as told:
+    with tpkernels.compile.fuse_collectives() as report:
         compiled = torch.compile(parallel.model, fullgraph=True, backend=graph_runner(seen))
         shapes = [(2, 8), (2, 12), (2, 20), (2, 6)]
-        failures = [wrong for shape in shapes for wrong in parallel.step(compiled, *shape)]
+        failures = [failure for shape in shapes for failure in parallel.step(compiled, *shape)]
     graphs = counters["stats"]["unique_graphs"]
-    assert graphs <= 2 and told.counts == {op: graphs * n for op, n in PAIRS.items()}, str(told)
-    assert not told.left_alone and not any("c10d" in name for graph in seen for name in graph)
-    assert told.rewritten[0].site.module == "mlp" and "graph 1, backward" in str(told), str(told)
+    assert graphs <= 2 and report.counts == {op: graphs * n for op, n in PAIRS.items()}, str(report)
+    assert not report.left_alone and not any("c10d" in name for graph in seen for name in graph)
+    assert report.rewritten[0].site.module == "mlp" and "graph 1, backward" in str(report), str(
+        report
+    )
     assert getattr(inductor_config, SLOT) is None, "the pass is still on"
     return failures
 
@@ -124,7 +129,7 @@ def test_a_block_with_sequence_parallelism() -> list[str]:
 @pytest.mark.slow
 @on_ranks(2, timeout=280)
 def test_inductor() -> list[str]:
-    """With inductor's code and its cache: graphs from the cache are not in the report."""
+    """Compile twice with inductor. Graphs from its cache are not in the second report."""
     failures, reports = [], []
     with fresh_cache():
         for _ in range(2):
@@ -142,33 +147,33 @@ def test_inductor() -> list[str]:
 @pytest.mark.skipif(
     not hasattr(custom_graph_pass, "get_custom_graph_passes"), reason="torch has room for one pass"
 )
-def test_it_goes_behind_a_pass_that_is_set_already() -> None:
+def test_the_pass_runs_after_an_existing_pass() -> None:
     calls = []
 
-    class Mine(custom_graph_pass.CustomGraphPass):
+    class UserPass(custom_graph_pass.CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
             calls.append(len(list(graph.nodes)))
 
         def uuid(self) -> str:
             return "mine"
 
-    mine = Mine()
+    user_pass = UserPass()
     fusion = tpkernels.compile.fuse_collectives()
-    with inductor_config.patch({SLOT: mine}), fusion as pass_report:
-        assert getattr(inductor_config, SLOT) == (mine, fusion)
+    with inductor_config.patch({SLOT: user_pass}), fusion as report:
+        assert getattr(inductor_config, SLOT) == (user_pass, fusion)
         compiled = torch.compile(lambda x: x + 1, backend=graph_runner([]))
         assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
-    assert len(calls) == 1 and pass_report.graphs == ["graph 0, forward"]
-    assert "no collectives" in str(pass_report)
+    assert len(calls) == 1 and report.graphs == ["graph 0, forward"]
+    assert "no collectives" in str(report)
 
 
 def test_a_model_can_be_wrapped_within_the_context() -> None:
-    with tpkernels.compile.fuse_collectives() as pass_report:
-        torch.compile(lambda x: x + 1)  # copies inductor's config
-    assert not pass_report.graphs
+    with tpkernels.compile.fuse_collectives() as report:
+        torch.compile(lambda x: x + 1)  # copies the inductor config
+    assert not report.graphs
 
 
-def test_there_is_room_for_one_pass_in_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_torch_supports_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(custom_graph_pass, "get_custom_graph_passes", raising=False)
     with (
         inductor_config.patch({SLOT: lambda graph: None}),
@@ -178,14 +183,14 @@ def test_there_is_room_for_one_pass_in_older_torch(monkeypatch: pytest.MonkeyPat
         pass
 
 
-def test_what_is_no_group_is_refused() -> None:
+def test_a_wrong_group_type_is_refused() -> None:
     with pytest.raises(TypeError, match="must be a ProcessGroup"):
         tpkernels.compile.fuse_collectives(3)  # type: ignore[arg-type]
 
 
 @on_ranks(2)
-def test_what_the_user_has_set_stays() -> None:
-    """The tag in two calls; the pass's key tells the groups."""
+def test_the_cache_key_tag_of_the_user_stays() -> None:
+    """Two calls extend the tag identically. The key of the pass depends on the groups."""
     tags, fusion = [], tpkernels.compile.fuse_collectives("tp")
     before = fusion.uuid()
     with fresh_group() as group, torch.compiler.config.patch(cache_key_tag="theirs"):

@@ -1,5 +1,5 @@
 """All ranks run the ops in the same order, even if their shards differ. `all_reduce_` becomes an op
-that returns, and writes what it writes in eager mode."""
+that returns a result, and writes the same tensors as in eager mode."""
 
 from __future__ import annotations
 
@@ -18,8 +18,15 @@ from torch.utils._pytree import tree_leaves
 
 import tpkernels
 from tests.support.cases import RanksFixture
-from tests.support.compiled import differences, gather, graph_runner, reduce, rewritten, tied
-from tests.support.ranked import check_job, fresh_group, messages_of, on_ranks
+from tests.support.compiled import (
+    compare_results,
+    control_dep_ops,
+    gather,
+    graph_runner,
+    reduce,
+    trace_and_fuse,
+)
+from tests.support.ranked import check_job, collect_messages, fresh_group, on_ranks
 from tpkernels import all_reduce, all_reduce_, matmul_all_reduce
 from tpkernels.compile.order import tie_ops
 
@@ -31,29 +38,29 @@ def tied_job() -> list[str]:
         world, name = group.size(), group.group_name
 
         def function(x: torch.Tensor, w: torch.Tensor) -> Any:
-            whole = gather(x, 0, world, name) @ w
-            return whole, reduce(x.relu(), name), reduce(x.sin() @ w, name)
+            gathered = gather(x, 0, world, name) @ w
+            return gathered, reduce(x.relu(), name), reduce(x.sin() @ w, name)
 
         inputs = [torch.ones(4, 6), torch.ones(6, 5)]
-        traced, _ = rewritten(function, inputs)
-        ties = tied(traced.graph)
+        traced, _ = trace_and_fuse(function, inputs)
+        ties = control_dep_ops(traced.graph)
         want = ["_c10d_functional.all_reduce.default", "tpkernels._matmul_all_reduce.default"]
         failures = [] if list(ties.values()) == want else [str(traced.graph)]
         first, second = ties
         if second.args[0] != (first,):
             failures.append(f"{second} runs behind {second.args[0]}")
-        failures += differences(traced(*inputs), function(*inputs))
+        failures += compare_results(traced(*inputs), function(*inputs))
 
-        def by_hand(x: torch.Tensor, w: torch.Tensor) -> Any:
-            local, routes = torch.ops.tpkernels._matmul(x, w), torch.zeros(4 * world, 1).long()
-            rows = torch.ops.tpkernels._moe_dispatch_rows(x, routes, world, name, x)  # private
+        def manual(x: torch.Tensor, w: torch.Tensor) -> Any:
+            local, topk_ids = torch.ops.tpkernels._matmul(x, w), torch.zeros(4 * world, 1).long()
+            rows = torch.ops.tpkernels._moe_dispatch_rows(x, topk_ids, world, name, x)  # not tied
             return local, tpkernels.all_reduce(x, name), tpkernels.all_gather(w, name), rows
 
-        traced, _ = rewritten(by_hand, inputs)
-        alike = list(tied(traced.graph).values()) == [
+        traced, _ = trace_and_fuse(manual, inputs)
+        ordered = list(control_dep_ops(traced.graph).values()) == [
             f"tpkernels._{op}.default" for op in ("all_reduce", "all_gather")
         ]
-        return failures if alike else [*failures, str(traced.graph)]
+        return failures if ordered else [*failures, str(traced.graph)]
 
 
 def _two_layers(group: str) -> Callable[..., Any]:
@@ -65,7 +72,7 @@ def _two_layers(group: str) -> Callable[..., Any]:
 
 
 def uneven_job() -> list[str]:
-    """7 and 8 features in two shards, of which the last is the smaller one."""
+    """Compile two layers with 7 and 8 features. Rank 1 holds the smaller shard of 7."""
     with fresh_group() as group, fresh_cache():
         n, m = ((4, 4), (3, 4))[group.rank()]
         shapes = [(4, 6), (4, 6), (6, n), (6, m), (n, 8), (m, 8)]
@@ -73,24 +80,24 @@ def uneven_job() -> list[str]:
         compiled = torch.compile(_two_layers(group.group_name), options=fusion.options)
         results = compiled(*(torch.ones(shape) for shape in shapes))
         failures = [] if len(fusion.report.rewritten) == 4 else [str(fusion.report)]
-        wanted = [torch.full((8, 8), 6.0 * width) for width in (7, 8)]
-        return failures + differences(results, wanted)
+        want = [torch.full((8, 8), 6.0 * width) for width in (7, 8)]
+        return failures + compare_results(results, want)
 
 
 def narrow_job() -> list[str]:
-    """On the rank with the smallest shard, of one column, inductor turns the matmul into an outer
-    product; or that rank has none."""
+    """Rank 1 holds one column, for which inductor replaces the matmul by an outer product, or no
+    column."""
     failures = []
     with fresh_group() as group:
         name = group.group_name
-        for least in (1, 0):
-            k = (2, least)[group.rank()]
+        for columns in (1, 0):
+            k = (2, columns)[group.rank()]
             torch._dynamo.reset()
-            with tpkernels.compile.fuse_collectives(group) as told:
+            with tpkernels.compile.fuse_collectives(group) as report:
                 compiled = torch.compile(lambda x, w: reduce(x @ w, name), backend=graph_runner([]))
                 got = compiled(torch.ones(4, k), torch.ones(k, 5))
-            failures += [str(told)] * len(told.left_alone)
-            failures += differences(got, torch.full((4, 5), 2.0 + least))
+            failures += [str(report)] * len(report.left_alone)
+            failures += compare_results(got, torch.full((4, 5), 2.0 + columns))
     return failures
 
 
@@ -101,50 +108,50 @@ def _several(h: Any, k: Any, c: Any, d: Any, _: Any, group: str) -> Any:
     return first, second, all_reduce(h @ c.relu(), group), matmul_all_reduce(k, d, group)
 
 
-def _part_of_input(h: Any, k: Any, c: Any, d: Any, given: Any, group: str) -> Any:
+def _slice_of_input(h: Any, k: Any, c: Any, d: Any, extra: Any, group: str) -> Any:
     second = all_reduce(k @ d, group)
-    all_reduce_(given.t()[1:3], group)
+    all_reduce_(extra.t()[1:3], group)
     return second, matmul_all_reduce(h, c, group)
 
 
-def _part_of_gathered(h: Any, k: Any, c: Any, d: Any, given: Any, group: str) -> Any:
-    """Of a copy that is laid out as no view of what the op gathers is."""
-    whole = gather(given.view(2, -1, 8), 0, 2, group)
-    copy = whole.permute(2, 1, 0).clone()
-    all_reduce_(copy[1], group)
-    return copy, torch.cat(whole.chunk(2, 0), 1) @ c.t()
+def _slice_of_gathered(h: Any, k: Any, c: Any, d: Any, extra: Any, group: str) -> Any:
+    """Reduce a slice of a copy whose layout no view of the gathered tensor has."""
+    gathered = gather(extra.view(2, -1, 8), 0, 2, group)
+    transposed = gathered.permute(2, 1, 0).clone()
+    all_reduce_(transposed[1], group)
+    return transposed, torch.cat(gathered.chunk(2, 0), 1) @ c.t()
 
 
-def _with_torchs(h: Any, k: Any, c: Any, d: Any, _: Any, group: str) -> Any:
+def _with_torch(h: Any, k: Any, c: Any, d: Any, _: Any, group: str) -> Any:
     first, second = h @ c, k @ d
     moved = torch.ops._dtensor.shard_dim_alltoall(first, 0, 1, group)
     all_reduce_(second, group)
     return reduce(first, group), second, moved, all_reduce(moved, group)
 
 
-CASES: dict[str, tuple[Callable[..., Any], int]] = {  # function, collectives
+CASES: dict[str, tuple[Callable[..., Any], int]] = {  # function and number of collectives
     "several": (_several, 4),
-    "part of an input": (_part_of_input, 3),
-    "part of what is gathered": (_part_of_gathered, 2),
-    "beside torch's": (_with_torchs, 4),
+    "part of an input": (_slice_of_input, 3),
+    "part of what is gathered": (_slice_of_gathered, 2),
+    "beside torch's": (_with_torch, 4),
 }
 
 
 def _inputs(rank: int, rows: int = 4) -> list[torch.Tensor]:
-    """Shards of two layers; on each rank one is large and the other small. Small integers, whose
-    sums are exact."""
+    """Return shards of two layers: rank 0 holds a large shard of the second, rank 1 of the first.
+    All elements are small integers, so sums are exact."""
     draw = torch.Generator().manual_seed(rank)
     n, m = ((3, 40), (30, 4))[rank]
     shapes = [(rows, 6), (rows, 6), (6, n), (6, m), (n, 8), (m, 8), (rows, 8)]
     return [torch.randint(-1, 2, shape, generator=draw).float() for shape in shapes]
 
 
-def _compared(name: str, group: dist.ProcessGroup, compiler: dict[str, Any]) -> list[str]:
+def _compare_compiled(name: str, group: dist.ProcessGroup, compiler: dict[str, Any]) -> list[str]:
     body, _ = CASES[name]
-    where = group.group_name
+    group_name = group.group_name
 
-    def function(x: Any, y: Any, a: Any, b: Any, c: Any, d: Any, given: Any) -> Any:
-        return body(x @ a, y @ b, c, d, given, where)
+    def function(x: Any, y: Any, a: Any, b: Any, c: Any, d: Any, extra: Any) -> Any:
+        return body(x @ a, y @ b, c, d, extra, group_name)
 
     want_inputs, inputs = _inputs(group.rank()), _inputs(group.rank())
     want = function(*want_inputs)
@@ -152,8 +159,8 @@ def _compared(name: str, group: dist.ProcessGroup, compiler: dict[str, Any]) -> 
     got = torch.compile(function, **compiler)(*inputs)
     pairs = (got, inputs[-1]), (want, want_inputs[-1])
     got, want = ([*tree_leaves(results), written] for results, written in pairs)
-    failures = [f"{name}: {failure}" for failure in differences(got, want)]
-    if [each.stride() for each in got] != [each.stride() for each in want]:
+    failures = [f"{name}: {failure}" for failure in compare_results(got, want)]
+    if [tensor.stride() for tensor in got] != [tensor.stride() for tensor in want]:
         failures.append(f"{name}: other strides")
     return failures
 
@@ -161,17 +168,17 @@ def _compared(name: str, group: dist.ProcessGroup, compiler: dict[str, Any]) -> 
 def inductor_job(name: str) -> list[str]:
     with fresh_group() as group, fresh_cache():
         fusion = tpkernels.compile.fuse_collectives(group)
-        return _compared(name, group, {"options": fusion.options})
+        return _compare_compiled(name, group, {"options": fusion.options})
 
 
 class Recorder(CustomGraphPass):
-    """Records which ops of the graphs are tied."""
+    """Record the tied ops of all graphs."""
 
     def __init__(self) -> None:
         self.tied: list[str] = []
 
     def __call__(self, graph: fx.Graph) -> None:
-        self.tied += tied(graph).values()
+        self.tied += control_dep_ops(graph).values()
 
     def uuid(self) -> None:
         return None
@@ -187,7 +194,7 @@ def in_place_job(dynamic: bool) -> list[str]:
                 tpkernels.compile.fuse_collectives(),
             ):
                 compiler = {"backend": graph_runner([]), "dynamic": dynamic}
-                failures += _compared(name, group, compiler)
+                failures += _compare_compiled(name, group, compiler)
             assert len(seen.tied) == collectives - 1, (name, seen.tied)
     return failures
 
@@ -207,7 +214,7 @@ def test_order(ranks: RanksFixture, job: Callable[..., list[str]], arguments: An
     check_job(ranks(2), job, *arguments, timeout=280)
 
 
-def test_a_collective_of_torch_that_writes_cannot_be_tied() -> None:
+def test_an_in_place_torch_collective_cannot_be_tied() -> None:
     graph = fx.Graph()
     wrapper = torch.ops.higher_order.auto_functionalized_v2
     graph.call_function(wrapper, (_c10d.all_reduce_.default,))
@@ -222,15 +229,16 @@ def test_a_collective_of_torch_that_writes_cannot_be_tied() -> None:
 )
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
 @on_ranks(2, timeout=200)
-def test_a_rank_without_rows_drops_and_moves_nothing(dynamic: bool, compiler: str) -> list[str]:
-    """Rank 1 has no rows: inductor has its results read by nothing."""
+def test_a_rank_without_rows_keeps_all_ops(dynamic: bool, compiler: str) -> list[str]:
+    """Rank 1 has no rows, so inductor sees no readers of its results. Its ops are neither dropped
+    nor reordered."""
     with fresh_group() as group, fresh_cache():
         sizes: Any = {"shard_sizes": [1, 0]}
 
         def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
             for _ in range(2):
-                wide = tpkernels.all_gather_matmul(x * 2, a, group, **sizes)
-                x = tpkernels.matmul_reduce_scatter(wide.relu(), b, group, **sizes) + x
+                hidden = tpkernels.all_gather_matmul(x * 2, a, group, **sizes)
+                x = tpkernels.matmul_reduce_scatter(hidden.relu(), b, group, **sizes) + x
             return x
 
         inputs = [torch.ones(1 - group.rank(), 4), torch.ones(4, 6), torch.ones(6, 4)]
@@ -243,14 +251,14 @@ def test_a_rank_without_rows_drops_and_moves_nothing(dynamic: bool, compiler: st
         torch._dynamo.reset()
         got = torch.compile(function, dynamic=dynamic, backend=compiler)(*leaves)
         got.sum().backward()
-        tpkernels.all_reduce(torch.ones(3), group)  # the ranks are still in step
-        failures = differences([got, *(leaf.grad for leaf in leaves)], [want, *grads])
+        tpkernels.all_reduce(torch.ones(3), group)  # all ranks ran the same calls
+        failures = compare_results([got, *(leaf.grad for leaf in leaves)], [want, *grads])
         raw = torch.compile(
             lambda x: torch.ops.tpkernels.all_gather(x, group.group_name, **sizes),
             backend="eager",
             fullgraph=True,
         )
-        (message,) = messages_of([lambda: raw(inputs[0])])
+        (message,) = collect_messages([lambda: raw(inputs[0])])
         if "with shard_sizes=[1, 0]. A rank with 0 rows could drop or reorder" not in message:
             failures.append(message)
         return failures

@@ -1,6 +1,8 @@
-"""Warm calls of `direct` and `fused` on the code path of CUDA tensors: which launches a planned
-call keeps, and what makes it bind them again. Launches of `fused` do nothing, or run under Triton's
-interpreter."""
+"""Warm calls of `direct` and `fused` on the code path of CUDA tensors.
+
+Covers the launches that a planned call caches, and the reasons to bind them again. Launches of
+`fused` are empty, or run under the Triton interpreter.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import emulated, faults
-from tests.support.cuda_rehearsal import FUSED_OPS, pretending, space_of
+from tests.support.cuda_rehearsal import FUSED_OPS, cuda_code_path, kernel_space
 from tests.support.faults import Ending
 from tests.support.ranked import fresh_group, functions_called, on_ranks
 from tests.support.tiers import sweep
@@ -27,24 +29,24 @@ from tpkernels.algorithms import backends
 from tpkernels.groups.call import Call
 from tpkernels.ops import planned_calls
 
-# Functions of Python in a warm call, those of Triton's launcher included.
-MOST_FUNCTIONS = {"all_gather_matmul": 58, "matmul_reduce_scatter": 47, "matmul_all_reduce": 42}
-MOST_OF_DIRECT = 45
+# Max Python function calls per warm call, including those of the Triton launcher.
+MAX_FUNCTIONS = {"all_gather_matmul": 58, "matmul_reduce_scatter": 47, "matmul_all_reduce": 42}
+MAX_DIRECT_FUNCTIONS = 45
 
 
 @contextlib.contextmanager
-def rehearsed() -> Iterator[tuple[Any, list[Any]]]:
-    """A group's calls on the way of CUDA tensors; the launches, which do nothing."""
+def dry_run() -> Iterator[tuple[Any, list[Any]]]:
+    """Run calls on the code path of CUDA tensors. Yield their launches, which run no kernel."""
     from tests.support.fake_triton import launching
     from tpkernels.kernels import configs
 
     launches: list[Any] = []
-    with pretending() as patch, launching(launches), configs.assuming(90, 132):
+    with cuda_code_path() as patch, launching(launches), configs.assume_device(90, 132):
         patch.setattr(configs, "INTERPRETED", False)
         yield patch, launches
 
 
-def call_of(op: str, group: dist.ProcessGroup, rows: int = 32) -> Callable[[], Any]:
+def make_call(op: str, group: dist.ProcessGroup, rows: int = 32) -> Callable[[], Any]:
     x = torch.ones(rows, 64, dtype=torch.bfloat16)
     w = torch.ones(48, 64, dtype=torch.bfloat16).t()
     return functools.partial(getattr(tpkernels, op), x, w, group, algorithm="fused")
@@ -53,31 +55,34 @@ def call_of(op: str, group: dist.ProcessGroup, rows: int = 32) -> Callable[[], A
 @pytest.mark.parametrize("op", sweep(FUSED_OPS))
 @on_ranks(2)
 def test_a_warm_call_only_launches(op: str) -> None:
-    """Nothing of what a cold one does, and few functions of Python."""
-    with rehearsed() as (patch, launches):
-        call = call_of(op, faults.new_group())
+    """A warm call skips planning and preparation, and calls few Python functions."""
+    with dry_run() as (patch, launches):
+        call = make_call(op, faults.new_group())
         call()
         ran: list[str] = []
         run = backends.run
-        patch.setattr(backends, "run", lambda *given: ran.append("run") or run(*given))
+        patch.setattr(backends, "run", lambda *args: ran.append("run") or run(*args))
         patch.setattr(f"tpkernels.kernels.{op}.prepare", lambda *_: ran.append("prepare"))
         before = len(launches)
         call()
         with functions_called() as called:
             call()
-        count = len(called) - 2  # without the two that end the block
+        count = len(called) - 2  # without the 2 calls that end the block
         assert len(launches) > before and not ran, ran
-        assert count <= MOST_FUNCTIONS[op], count
+        assert count <= MAX_FUNCTIONS[op], count
 
 
 @emulated.on_ranks(2)
 def test_a_warm_call_of_direct_only_launches() -> None:
-    """Nothing is checked or laid out again, and the results are those of a cold call."""
+    """Compare warm and cold calls.
+
+    Warm calls skip checks and preparation, and return equal results.
+    """
     x, w, norm = torch.ones(4, 8), torch.ones(8, 16), torch.ones(16)
-    with pretending() as patch, fresh_group() as group:
+    with cuda_code_path() as patch, fresh_group() as group:
         calls = [
-            functools.partial(op, *given, group, algorithm="direct")
-            for op, given in (
+            functools.partial(op, *args, group, algorithm="direct")
+            for op, args in (
                 (tpkernels.all_gather, [x]),
                 (tpkernels.reduce_scatter, [x]),
                 (tpkernels.all_reduce, [x]),
@@ -92,35 +97,41 @@ def test_a_warm_call_of_direct_only_launches() -> None:
             with functions_called() as called:
                 after = call()
             torch.testing.assert_close(after, before, rtol=0, atol=0)
-            assert len(called) - 2 <= MOST_OF_DIRECT, called
+            assert len(called) - 2 <= MAX_DIRECT_FUNCTIONS, called
 
 
-def test_an_alarm_reads_the_words_that_it_watches() -> None:
-    """And no others: their memory may be gone."""
-    alarm, words = _C.calls.Alarm(), torch.zeros(2, dtype=torch.int64)
-    first, second = (word.data_ptr() for word in words)
+def test_an_alarm_reads_only_watched_flags() -> None:
+    """Set two watched flags, then unwatch both.
+
+    The alarm must not read unwatched flags, because their memory may be unmapped.
+    """
+    alarm, flags = _C.calls.Alarm(), torch.zeros(2, dtype=torch.int64)
+    first, second = (flag.data_ptr() for flag in flags)
     alarm.watch(first)
     alarm.watch(second)
-    assert not alarm.rings()
-    words.fill_(1)
-    assert alarm.rings()
+    assert not alarm.is_set()
+    flags.fill_(1)
+    assert alarm.is_set()
     alarm.unwatch(first)
-    assert alarm.rings()
+    assert alarm.is_set()
     alarm.unwatch(second)
-    assert not alarm.rings()
+    assert not alarm.is_set()
     alarm.raised = True
-    assert alarm.rings()
+    assert alarm.is_set()
 
 
 @on_ranks(2)
-def test_calls_are_bound_anew_when_the_workspace_changes() -> None:
-    """Launches have the workspace and the timeout that hold when they are made."""
-    with rehearsed() as (_, launches):
+def test_workspace_changes_rebind_calls() -> None:
+    """Change the workspace, its timeouts and its delays between warm calls.
+
+    Each launch uses the current workspace and timeout of the group.
+    """
+    with dry_run() as (_, launches):
         group = faults.new_group()
-        workspace = faults.workspace_of(group)
-        small, large = (call_of("matmul_reduce_scatter", group, rows) for rows in (32, 4096))
+        workspace = faults.get_workspace(group)
+        small, large = (make_call("matmul_reduce_scatter", group, rows) for rows in (32, 4096))
         small()
-        memory = space_of(group)
+        memory = kernel_space(group)
         first = memory.current
         for change in (
             lambda: None,
@@ -137,68 +148,75 @@ def test_calls_are_bound_anew_when_the_workspace_changes() -> None:
 
 
 def killed_job() -> list[Ending]:
-    """No kernel runs that could notice: the thread that watches does."""
-    with rehearsed():
+    """Kill rank 1. Repeat a call on rank 0 until it reports the loss.
+
+    Kernels do not run, so only the watcher thread can detect it.
+    """
+    with dry_run():
         group = faults.new_group()
-        call = call_of("matmul_reduce_scatter", group)
+        call = make_call("matmul_reduce_scatter", group)
         call()
         dist.barrier()
         if group.rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         until = time.monotonic() + faults.PROMPT
-        while not (first := faults.ending_of(call)).error and time.monotonic() < until:
+        while not (first := faults.record_ending(call)).error and time.monotonic() < until:
             time.sleep(0.05)
-        return [first, faults.ending_of(call)]
+        return [first, faults.record_ending(call)]
 
 
-def test_a_warm_call_finds_that_a_peer_is_lost() -> None:
+def test_a_warm_call_detects_a_lost_peer() -> None:
     with faults.watched_ranks(2) as ranks:
-        told = faults.values(faults.collect(ranks, killed_job), 1)[0]
-        assert [each.error for each in told] == ["PeerLostError", "GroupBrokenError"], told
+        endings = faults.values(faults.collect(ranks, killed_job), 1)[0]
+        assert [ending.error for ending in endings] == ["PeerLostError", "GroupBrokenError"], (
+            endings
+        )
 
 
 @on_ranks(2)
-def test_torchs_flag_makes_a_warm_call_be_planned_anew() -> None:
-    """The call that finds the change plans for itself, and the next one for all that follow: the
-    numerics of what was planned in each of the calls, as torch's flag changes."""
-    with rehearsed() as (patch, _):
+def test_the_torch_flag_replans_warm_calls() -> None:
+    """Change the deterministic flag between calls and record the planned numerics.
+
+    The first call after a change plans only for itself. The next call plans for all later calls.
+    """
+    with dry_run() as (patch, _):
         group = faults.new_group()
         patch.setattr("tpkernels.groups.group.Group.uses_gloo", lambda *_: False)
         patch.setattr("tpkernels.groups.group.Group.has_times", lambda *_: False)
-        call, found = call_of("matmul_all_reduce", group), [""] * 6
+        call, numerics_by_call = make_call("matmul_all_reduce", group), [""] * 6
         plan, run, ran = planned_calls._plan_call, backends.run, set[int]()
-        for at, flag in enumerate((False, False, True, True, True, False)):
+        for index, flag in enumerate((False, False, True, True, True, False)):
 
-            def note(*given: Any, at: int = at, **named: Any) -> Call:
-                made = plan(*given, **named)
-                found[at] = made.problem.numerics
-                return made
+            def record_plan(*args: Any, index: int = index, **kwargs: Any) -> Call:
+                planned = plan(*args, **kwargs)
+                numerics_by_call[index] = planned.problem.numerics
+                return planned
 
-            patch.setattr(planned_calls, "_plan_call", note)
-            patch.setattr(backends, "run", lambda *given, at=at: ran.add(at) or run(*given))
+            patch.setattr(planned_calls, "_plan_call", record_plan)
+            patch.setattr(backends, "run", lambda *args, index=index: ran.add(index) or run(*args))
             torch.use_deterministic_algorithms(flag)
             call()
-    assert found == ["vendor", "", "ordered", "ordered", "", "vendor"], found
+    assert numerics_by_call == ["vendor", "", "ordered", "ordered", "", "vendor"], numerics_by_call
     assert not ran & {1, 4}, ran
 
 
 @pytest.mark.parametrize("op", sweep(FUSED_OPS))
-@on_ranks(2, fixture="interpreting")
+@on_ranks(2, fixture="interpreter_ranks")
 def test_operands_of_any_layout(op: str) -> None:
-    """Calls with one key whose operands lie otherwise each time."""
-    with pretending():
+    """Repeat calls with equal cache keys and different memory layouts."""
+    with cuda_code_path():
         group = faults.new_group()
         call = functools.partial(getattr(tpkernels, op), group=group, algorithm="fused")
-        for turn in range(2):
+        for iteration in range(2):
             x, w = torch.arange(20.0).view(4, 5), torch.arange(35.0).view(5, 7)
             xs = x, x.t().contiguous().t(), torch.cat([x, x], 1)[:, :5]
             ws = w, w.t().contiguous().t(), torch.cat([w, w], 1)[:, :7]
-            for i, (own, factor) in enumerate(zip(xs, ws, strict=True)):
-                got = call(own + turn, factor) if i < 2 else call(own, factor)
-                want = (x + turn if i < 2 else x) @ w
-                whole = torch.cat([want] * 2) if "gather" in op else 2 * want
+            for i, (x_layout, w_layout) in enumerate(zip(xs, ws, strict=True)):
+                got = call(x_layout + iteration, w_layout) if i < 2 else call(x_layout, w_layout)
+                want = (x + iteration if i < 2 else x) @ w
+                expected = torch.cat([want] * 2) if "gather" in op else 2 * want
                 if "scatter" in op:
-                    whole = whole[2 * group.rank() :][:2]
-                assert torch.equal(got, whole), (turn, i)
+                    expected = expected[2 * group.rank() :][:2]
+                assert torch.equal(got, expected), (iteration, i)
         (planned,) = groups.get(group.group_name).planned_calls()
-        assert len(planned.kept) >= 2, "bound for one layout only"
+        assert len(planned.cache) >= 2, "bound for one layout only"

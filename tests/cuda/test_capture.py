@@ -1,6 +1,8 @@
-"""Captured graphs, and the end of a group whose kernels may still run, rehearsed on CPU tensors:
-what a capture lacks is said before anything is queued; memory goes back only behind the last
-kernel, and what a graph uses is kept."""
+"""Captured graphs, and the end of a group whose kernels may still run, as a dry run.
+
+A capture that lacks setup raises before it queues work. Memory is released after the last kernel.
+Memory of a graph is kept.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import faults
-from tests.support.cuda_rehearsal import pretending, space_of
+from tests.support.cuda_rehearsal import cuda_code_path, kernel_space
 from tests.support.emulated import on_ranks
 from tests.support.tiers import sweep, thorough
 from tpkernels import groups
@@ -32,33 +34,38 @@ CALLS = [("all_gather", "direct"), ("all_reduce", "direct"), ("matmul_reduce_sca
 
 
 def capture(patch: pytest.MonkeyPatch, captured: bool = True) -> None:
-    """Whether a graph is captured from now on."""
+    """Start or end a simulated capture."""
     patch.setattr(streams, "is_captured", lambda _: captured)
 
 
-@pytest.mark.parametrize(("op", "variant"), [*sweep(CALLS[:-1]), thorough(*CALLS[-1])])
+@pytest.mark.parametrize(("op", "algorithm"), [*sweep(CALLS[:-1]), thorough(*CALLS[-1])])
 @on_ranks(2)
-def test_a_capture_that_lacks_something_breaks_nothing(op: str, variant: str) -> None:
-    """A call that lacks everything, one that lacks a larger workspace, and the same calls once they
-    have been made outside, as the errors say."""
-    with pretending() as patch:
+def test_a_failed_capture_breaks_nothing(op: str, algorithm: str) -> None:
+    """Capture a call without setup, and a call that needs a larger workspace.
+
+    The same calls succeed after one call outside of a capture, as the errors suggest.
+    """
+    with cuda_code_path() as patch:
         group = faults.new_group()
         for rows in (12, 900):
-            most = rows if OPS[op].routed else None
-            call = functools.partial(faults.run_op, op, group, variant, rows, max_rows=most)
+            max_rows = rows if OPS[op].routed else None
+            call = functools.partial(faults.run_op, op, group, algorithm, rows, max_rows=max_rows)
             capture(patch)
-            ending = faults.ending_of(call)
+            ending = faults.record_ending(call)
             assert ending.error == "CaptureError", ending
-            assert "call" in ending.text and "once" in ending.text, ending
+            assert "call" in ending.message and "once" in ending.message, ending
             for captured in (False, True):
                 capture(patch, captured)
                 call()
 
 
 @on_ranks(2)
-def test_new_rows_break_nothing() -> None:
-    """In a workspace that is large enough, in the middle of a backward."""
-    with pretending() as patch:
+def test_new_shard_sizes_in_a_capture_break_nothing() -> None:
+    """Capture new shard sizes twice, the second time between a forward and its backward.
+
+    The workspace is large enough, but both captures raise. The backward then succeeds.
+    """
+    with cuda_code_path() as patch:
         group = faults.new_group()
         gather = functools.partial(tpkernels.all_gather, group=group, algorithm="direct")
         gather(torch.ones(8, 4))
@@ -81,18 +88,22 @@ def test_new_rows_break_nothing() -> None:
 
 @on_ranks(2)
 def test_a_failure_found_in_a_capture_is_raised_after_it() -> None:
-    """A kernel's wait has failed before."""
-    with pretending():
+    """Capture a call after a wait of a kernel has failed.
+
+    The capture raises `CaptureError`, and the next call raises the timeout.
+    """
+    with cuda_code_path():
         group = faults.new_group()
         call = functools.partial(faults.run_op, "all_gather", group, "direct")
         call()
         dist.barrier()
-        space = space_of(group).current
+        space = kernel_space(group).current
         space.state[STATUS], space.state[PEER] = TIMEOUT, 1 - dist.get_rank()
         space.control[FAILED] = 1
         with pytest.MonkeyPatch.context() as capturing:
             capture(capturing)
-            capturing.setattr(DeviceWorkspace, "failure", None)  # it cannot be read there
+            # A capture must not read the failure record.
+            capturing.setattr(DeviceWorkspace, "failure", None)
             with pytest.raises(tpkernels.errors.CaptureError, match="failed on the GPU"):
                 call()
         with pytest.raises(tpkernels.CollectiveTimeoutError):
@@ -102,15 +113,15 @@ def test_a_failure_found_in_a_capture_is_raised_after_it() -> None:
 @pytest.mark.parametrize("broken", [False, True])
 @pytest.mark.parametrize("captured", [False, True])
 @on_ranks(2)
-def test_memory_that_a_graph_uses_is_kept(captured: bool, broken: bool) -> None:
-    with pretending() as patch:
+def test_memory_of_a_graph_stays_alive(captured: bool, broken: bool) -> None:
+    with cuda_code_path() as patch:
         group = faults.new_group()
         call = functools.partial(faults.run_op, "all_gather", group, "direct")
         call()
         capture(patch, captured)
         call()
         capture(patch, False)
-        memory = weakref.ref(space_of(group).current)
+        memory = weakref.ref(kernel_space(group).current)
         dist.barrier()
         if broken:
             groups.get(group.group_name).mark_broken(RuntimeError("of a test"))
@@ -121,13 +132,13 @@ def test_memory_that_a_graph_uses_is_kept(captured: bool, broken: bool) -> None:
         assert (memory() is not None) == captured
 
 
-# The end of a group whose kernels still run: events pass when the test says so.
+# The end of a group whose kernels still run. The test controls the events.
 
-LIMIT = 0.3  # s that kernels may take to end
+LIMIT = 0.3  # s, limit of the waits for running kernels
 
 
 class Event:
-    """``query`` is asked whether the work before it has ended."""
+    """``query`` returns True if the work before the event has ended."""
 
     def __init__(self, passed: Callable[[], bool]) -> None:
         self.query, self.records = passed, 0
@@ -142,16 +153,15 @@ class Stream:
 
 
 def use_events(patch: pytest.MonkeyPatch, passed: Callable[[], bool]) -> None:
-    """From here on, workspaces on CPUs take their calls to be queued."""
+    """Let workspaces on CPUs treat their calls as queued."""
     stream: Any = Stream()
-    patch.setattr(streams, "order_of", lambda _: streams.DeviceOrder())
+    patch.setattr(streams, "get_device_order", lambda _: streams.DeviceOrder())
     patch.setattr(streams, "current_stream", lambda _: stream)
     patch.setattr(streams, "new_event", lambda _: Event(passed))
 
 
-# How the group ends; the seconds for which its kernels still run (None: longer than anybody waits),
-# or "fails"; whether waits within them were ended at the first look and at the last, and whether
-# the memory is kept; the line logged.
+# Per case: end of the group; seconds until its kernels end (None: past all limits) or "fails";
+# abort flag at the first and the last query; is the memory leaked; logged line.
 NEVER_FREED = "still run 0.3 s after the group was closed; their workspaces are never freed"
 ENDS: dict[str, tuple[str, float | str | None, tuple[bool, bool] | None, bool, str]] = {
     "finalize": ("finalize", 0.15, (False, False), False, ""),
@@ -160,7 +170,7 @@ ENDS: dict[str, tuple[str, float | str | None, tuple[bool, bool] | None, bool, s
     "never": ("finalize", None, (False, True), True, NEVER_FREED),
     "never after a failure": ("failure", None, (True, True), True, NEVER_FREED),
     "device fails": ("finalize", "fails", None, True, "may still run: an illegal memory"),
-    "exit": ("exit", None, None, True, ""),  # waits for nothing
+    "exit": ("exit", None, None, True, ""),  # does not wait for kernels
 }
 
 
@@ -168,17 +178,17 @@ ENDS: dict[str, tuple[str, float | str | None, tuple[bool, bool] | None, bool, s
     "end", [end if ENDS[end][1] is not None else thorough(end) for end in ENDS]
 )
 @on_ranks(2)
-def test_memory_goes_back_after_the_last_kernel(end: str) -> None:
-    how, lasts, expected, kept, line = ENDS[end]
-    logged, aborted, freed_early, ends_at = [], [], [], float("-inf")
-    with pretending() as patch:
+def test_memory_is_released_after_the_last_kernel(end: str) -> None:
+    how, lasts, expected, leaked, line = ENDS[end]
+    logged, aborted, freed_early, end_time = [], [], [], float("-inf")
+    with cuda_code_path() as patch:
         patch.setattr(cuda, "_GRACE_S", LIMIT)
-        patch.setattr(cuda, "_LAST_S", LIMIT)
+        patch.setattr(cuda, "_ABORT_S", LIMIT)
 
         def passed() -> bool:
             if lasts == "fails":
                 raise RuntimeError("an illegal memory access was encountered")
-            if time.monotonic() > ends_at:
+            if time.monotonic() > end_time:
                 return True
             space = memory()
             freed_early.append(space is None)
@@ -188,13 +198,13 @@ def test_memory_goes_back_after_the_last_kernel(end: str) -> None:
         use_events(patch, passed)
         group = faults.new_group()
         faults.run_op("all_gather", group, "direct")
-        memory = weakref.ref(space_of(group).current)
+        memory = weakref.ref(kernel_space(group).current)
         dist.barrier()
         handler = logging.Handler()
         handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("tpkernels").addHandler(handler)
         begin = time.monotonic()
-        ends_at = begin + (lasts if isinstance(lasts, float) else 1e9)
+        end_time = begin + (lasts if isinstance(lasts, float) else 1e9)
         if how == "finalize":
             tpkernels.finalize()
         elif how == "exit":
@@ -206,24 +216,24 @@ def test_memory_goes_back_after_the_last_kernel(end: str) -> None:
         logging.getLogger("tpkernels").removeHandler(handler)
         gc.collect()
         dist.barrier()
-        assert (memory() is not None) == kept and not any(freed_early)
-    assert len(logged) == bool(line) and all(line in one for one in logged), logged
+        assert (memory() is not None) == leaked and not any(freed_early)
+    assert len(logged) == bool(line) and all(line in message for message in logged), logged
     if expected is None:
         assert not aborted and seconds < LIMIT
         return
-    least = lasts if isinstance(lasts, float) else LIMIT
-    assert least <= seconds < least + LIMIT + faults.PROMPT, seconds
+    min_seconds = lasts if isinstance(lasts, float) else LIMIT
+    assert min_seconds <= seconds < min_seconds + LIMIT + faults.PROMPT, seconds
     assert (aborted[0], aborted[-1]) == expected, aborted
 
 
 @on_ranks(2)
 def test_the_event_covers_a_call_that_raised() -> None:
-    """When it has queued some of its work."""
-    with pretending() as patch:
+    """Raise in a call that has queued some of its work."""
+    with cuda_code_path() as patch:
         use_events(patch, lambda: True)
         group = faults.new_group()
         faults.run_op("all_gather", group, "direct")
-        space, joined = space_of(group), []
+        space, joined = kernel_space(group), []
         patch.setattr(space.side, "join", lambda: joined.append("joined"))
         event = space.event
         assert isinstance(event, Event)

@@ -1,5 +1,7 @@
-"""The CUDA kernels, run on the CPU, when a rank does not come, comes with another call, or is lost;
-and the launch code when the driver fails."""
+"""The CUDA kernels, run on the CPU, if a rank is absent, makes a different call, or is lost.
+
+Also covers the launch code if the driver fails.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +19,27 @@ from tests.cuda.test_rms_norm import SPACE, launch
 from tests.support import emulated
 from tests.support.emulated import (
     all_reduce,
-    count_of,
-    driver_that,
+    configure_driver,
+    get_counter,
     interpreted,
-    is_spoilt,
+    is_all_nan,
+    kernel_space,
     on_ranks,
-    space_of,
 )
 from tests.support.tiers import sweep
 from tpkernels import _C, cuda
 from tpkernels.cuda import image
-from tpkernels.cuda.operands import space_of as space_argument
+from tpkernels.cuda.operands import kernel_space as space_argument
 from tpkernels.launch import Ranks
-from tpkernels.symm.device import ABORTED, LOOKED, MISMATCH, TIMEOUT, DeviceWorkspace
+from tpkernels.symm.device import ABORTED, LAST_CHECK, MISMATCH, TIMEOUT, DeviceWorkspace
 
 SHORT = 0.5
-PROMPT = 5.0  # other waits would take 20 s
+PROMPT = 5.0  # s; the default timeout of a wait is 20 s
 NORMED = ("normed ll", "normed ll_two_shot", "normed two_shot")
 
 
-def call_of(variant: str, space: DeviceWorkspace, signature: int) -> list[torch.Tensor]:
-    """One call of any kind, with a wait; its results."""
+def run_variant(variant: str, space: DeviceWorkspace, signature: int) -> list[torch.Tensor]:
+    """Run one call of this variant that contains a wait, and return its results."""
     if variant == "barrier":
         cuda.barrier(space, signature)
         return []
@@ -50,7 +52,7 @@ def call_of(variant: str, space: DeviceWorkspace, signature: int) -> list[torch.
     if variant in NORMED:
         x = torch.ones(3, 4160)
         return list(launch(space, signature, x, x[0], variant.removeprefix("normed ")))
-    x = torch.ones(192)  # two-shot: a segment for each rank
+    x = torch.ones(192)  # two-shot: one segment per rank
     all_reduce(space, signature, x, x, variant=variant)
     return [x]
 
@@ -59,31 +61,33 @@ def call_of(variant: str, space: DeviceWorkspace, signature: int) -> list[torch.
     "variant", [*sweep(["copies", "barrier", "two_shot", *NORMED[1:]]), "ll", NORMED[0]]
 )
 @on_ranks(2)
-def test_a_rank_that_does_not_come_is_a_timeout(variant: str) -> None:
-    """Rank 1 does not come to the second call of rank 0, which queues two more before it looks:
-    those touch no peer. Before any wait a two-shot publishes its own shard."""
-    space = space_of(SHORT, **SPACE)
-    call_of(variant, space, 5)
+def test_an_absent_rank_is_a_timeout(variant: str) -> None:
+    """Rank 1 skips the second call of rank 0, which queues two more calls.
+
+    The queued calls access no peer. A two-shot call publishes its shard before its first wait.
+    """
+    space = kernel_space(SHORT, **SPACE)
+    run_variant(variant, space, 5)
     dist.barrier()
     if space.rank == 1:
-        dist.barrier()  # rank 0 has given up
+        dist.barrier()  # rank 0 has timed out
         entered = (5 << 32) | (int(space.state[0]) + 1)
-        words = torch.frombuffer(space._memory[1], dtype=torch.int64)
-        sources = words[: 4 * space.words].view(2, 2, space.words)[:, 0]
-        told = int((sources == entered)[:, 1:].sum())
+        signals = torch.frombuffer(space._memory[1], dtype=torch.int64)
+        sources = signals[: 4 * space.signals].view(2, 2, space.signals)[:, 0]
+        num_signals = int((sources == entered)[:, 1:].sum())
         publishes = variant in ("two_shot", NORMED[2])
-        assert (told > 0) == publishes, told
+        assert (num_signals > 0) == publishes, num_signals
         return
     begin = time.monotonic()
-    results = call_of(variant, space, 5)
+    results = run_variant(variant, space, 5)
     seconds, failure = time.monotonic() - begin, space.failure()
     region = torch.frombuffer(space._memory[1], dtype=torch.uint8)
     before, begin = region.clone(), time.monotonic()
     for _ in range(2):
-        call_of(variant, space, 5)
+        run_variant(variant, space, 5)
     assert torch.equal(region, before) and time.monotonic() - begin < 2 * SHORT
     dist.barrier()
-    assert is_spoilt(results) and SHORT <= seconds < 2 * SHORT + PROMPT, seconds
+    assert is_all_nan(results) and SHORT <= seconds < 2 * SHORT + PROMPT, seconds
     assert failure is not None and failure[:2] == (TIMEOUT, 1) and failure[2] >> 32 == 5, failure
 
 
@@ -93,13 +97,16 @@ def test_a_rank_that_does_not_come_is_a_timeout(variant: str) -> None:
     + [("ll", "two_shot"), ("ll", "ll_two_shot")],
 )
 @on_ranks(2)
-def test_another_call_is_a_mismatch_on_both(variant: str, other: str) -> None:
-    """Words of another variant have the epoch as well, in the places of data."""
-    space = space_of(**SPACE)
+def test_different_calls_are_a_mismatch_on_both_ranks(variant: str, other: str) -> None:
+    """Run two variants or signatures against each other.
+
+    Signals of another variant also contain the epoch, at offsets of data.
+    """
+    space = kernel_space(**SPACE)
     rank, begin = space.rank, time.monotonic()
-    results = call_of((variant, other)[rank], space, 5 + rank)
+    results = run_variant((variant, other)[rank], space, 5 + rank)
     failure = space.failure()
-    assert is_spoilt(results) and time.monotonic() - begin < PROMPT
+    assert is_all_nan(results) and time.monotonic() - begin < PROMPT
     assert failure is not None and failure[:2] == (MISMATCH, 1 - rank), failure
     if variant == other:
         assert (failure[2] >> 32, failure[3] >> 32) == (5 + rank, 6 - rank), failure
@@ -107,12 +114,12 @@ def test_another_call_is_a_mismatch_on_both(variant: str, other: str) -> None:
 
 @on_ranks(2)
 def test_abort_ends_a_wait() -> None:
-    """Rank 0 waits; the host says that rank 1 is lost."""
-    space, begin = space_of(), time.monotonic()
+    """Rank 0 waits while the host reports that rank 1 is lost."""
+    space, begin = kernel_space(), time.monotonic()
     if space.rank == 0:
         timer = threading.Timer(0.2, space.abort, [1])
         timer.start()
-        call_of("two_shot", space, 5)
+        run_variant("two_shot", space, 5)
         timer.join()
         failure = space.failure()
         assert failure is not None and failure[:2] == (ABORTED, 1), failure
@@ -120,12 +127,16 @@ def test_abort_ends_a_wait() -> None:
     dist.barrier()
 
 
-def _wait_after_a_look(call: Callable[[DeviceWorkspace], object]) -> None:
-    """The host has lost rank 1. Rank 0 waits for it, and its device has looked in the future."""
-    space = space_of(SHORT, **SPACE)
+def _wait_after_check(call: Callable[[DeviceWorkspace], object]) -> None:
+    """Rank 0 waits for rank 1, which the host has lost.
+
+    The device believes that its last check is in the future. So it does not see the abort flag, and
+    the wait times out.
+    """
+    space = kernel_space(SHORT, **SPACE)
     if space.rank == 0:
         space.abort(1)
-        space.state[LOOKED] = time.monotonic_ns() + int(100e9)
+        space.state[LAST_CHECK] = time.monotonic_ns() + int(100e9)
         call(space)
         failure = space.failure()
         assert failure is not None and failure[:2] == (TIMEOUT, 1), failure
@@ -134,13 +145,16 @@ def _wait_after_a_look(call: Callable[[DeviceWorkspace], object]) -> None:
 
 @pytest.mark.parametrize("variant", ["two_shot", "ll"])
 @on_ranks(2)
-def test_all_waits_of_a_device_look_at_the_host_once_in_a_while(variant: str) -> None:
-    """Reads of the host's memory by every waiting block slow an H200 down to a tenth."""
-    _wait_after_a_look(lambda space: call_of(variant, space, 5))
+def test_device_waits_check_the_host_periodically(variant: str) -> None:
+    """Set the abort flag right after a check. The wait does not see it before the next check.
+
+    Reads of host memory by every waiting block slow an H200 down to a tenth.
+    """
+    _wait_after_check(lambda space: run_variant(variant, space, 5))
 
 
 @interpreted(2)
-def test_programs_look_at_the_host_once_in_a_while() -> None:
+def test_programs_check_the_host_periodically() -> None:
     def multiply(space: DeviceWorkspace) -> None:
         x, w, out = torch.ones(4, 8), torch.ones(8, 8), torch.empty(2, 8)
         sizes, wire = (2, 2), torch.float32
@@ -150,15 +164,18 @@ def test_programs_look_at_the_host_once_in_a_while() -> None:
     from tpkernels.kernels import matmul_reduce_scatter
     from tpkernels.kernels.configs import INTERPRETER
 
-    _wait_after_a_look(multiply)
+    _wait_after_check(multiply)
 
 
-@pytest.mark.parametrize("variant", sweep(["ll_two_shot", "two_shot"], later=1))
+@pytest.mark.parametrize("variant", sweep(["ll_two_shot", "two_shot"], num_thorough=1))
 @on_ranks(3)
-def test_no_rank_takes_what_another_made_of_a_failed_wait(variant: str) -> None:
-    """Rank 2 comes when rank 0 has given up, but in time for rank 1."""
+def test_results_of_a_failed_wait_are_not_used(variant: str) -> None:
+    """Rank 2 arrives after the timeout of rank 0 but before the timeout of rank 1.
+
+    Each rank gets either the correct result, or NaN and a failure.
+    """
     rank = dist.get_rank()
-    space = space_of(SHORT if rank == 0 else 2 * SHORT)
+    space = kernel_space(SHORT if rank == 0 else 2 * SHORT)
     out = torch.zeros(192)
     if rank == 2:
         dist.recv(torch.empty(1), 0)
@@ -166,17 +183,17 @@ def test_no_rank_takes_what_another_made_of_a_failed_wait(variant: str) -> None:
     if rank == 0:
         dist.send(torch.empty(1), 2)
     dist.barrier()
-    right, failed = bool((out == 6.0).all()), space.failure() is not None and is_spoilt([out])
-    assert right != failed and not (right and rank == 0)
+    correct, failed = bool((out == 6.0).all()), space.failure() is not None and is_all_nan([out])
+    assert correct != failed and not (correct and rank == 0)
 
 
-def _litmus_of(space: DeviceWorkspace) -> tuple[Any, Any]:
-    """The arguments of a litmus test that no GPU runs."""
+def _litmus_args(space: DeviceWorkspace) -> tuple[Any, Any]:
+    """Return the arguments of a litmus test that never runs."""
     return space_argument(space, 1), _C.cuda.Litmus(0, 0, 0, 16)
 
 
 def driver_job(driver: str) -> None:
-    """What is raised when driver functions fail; it recovers."""
+    """Check the errors when driver functions fail, and that calls then work again."""
     emulated.load(driver)
     x = torch.ones(8)
 
@@ -187,41 +204,41 @@ def driver_job(driver: str) -> None:
         with pytest.raises(error, match=match):
             call()
 
-    with driver_that("cuInit", 100):
+    with configure_driver("cuInit", 100):
         raises(NotImplementedError, "found no usable GPU: cuInit: on request")
-    with driver_that("cuModuleLoadData", 209, capability=75):
+    with configure_driver("cuModuleLoadData", 209, capability=75):
         raises(
             NotImplementedError, r"CUDA kernels on GPU 0 \(sm_75\): no kernel image is available"
         )
-    with driver_that("cuLaunchKernelEx", 719):
+    with configure_driver("cuLaunchKernelEx", 719):
         raises(RuntimeError, r"^cuLaunchKernelEx: CUDA_ERROR_EMULATED \(on request\)$")
     raises(
         NotImplementedError,
         "^GPU 3 does not exist; the driver reports a GPU count of 1$",
         lambda: image.kernels(3),
     )
-    space, on = space_of(), torch.device("cpu")
-    with driver_that(capability=80):
-        found = cuda.without_multicast(on)
-        assert found == "needs compute capability 9.0 or higher; cpu has 8.0", found
-        litmus = functools.partial(image.launch, "litmus_bulk", on, *_litmus_of(space))
+    space, device = kernel_space(), torch.device("cpu")
+    with configure_driver(capability=80):
+        obstacle = cuda.multicast_unsupported(device)
+        assert obstacle == "needs compute capability 9.0 or higher; cpu has 8.0", obstacle
+        litmus = functools.partial(image.launch, "litmus_bulk", device, *_litmus_args(space))
         raises(NotImplementedError, "litmus_bulk needs a GPU of compute capability 9.0", litmus)
-    assert cuda.without_multicast(on) is None
-    with driver_that("cuStreamWriteValue64", 719), cuda.CopyCall(space, 1, flags=1) as copies:
+    assert cuda.multicast_unsupported(device) is None
+    with configure_driver("cuStreamWriteValue64", 719), cuda.CopyCall(space, 1, flags=1) as copies:
         match = r"^cuStreamWriteValue64: CUDA_ERROR_EMULATED \(on request\)$"
-        raises(RuntimeError, match, lambda: copies.raise_flag(0))
+        raises(RuntimeError, match, lambda: copies.set_flag(0))
     call()
     assert cuda.driver_status() == "for CUDA 13.0, GPUs: sm_90"
-    assert count_of("depth") == 0
+    assert get_counter("depth") == 0
 
 
 def test_driver_errors_have_names(cuda_driver: str) -> None:
-    with Ranks(1) as fresh:  # whose driver is not initialised
+    with Ranks(1) as fresh:  # a rank without an initialized driver
         fresh.run(driver_job, cuda_driver)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_driver_each_entry_says_so() -> None:
+def test_without_a_driver_every_entry_raises() -> None:
     x = torch.ones(4)
     region = torch.zeros(1 << 16, dtype=torch.uint8)
     space = DeviceWorkspace([region.data_ptr()], region, 0, 8, 1 << 10, 1.0)

@@ -1,4 +1,4 @@
-"""The numerics policy, with CPU tensors that take the way of CUDA tensors."""
+"""The numerics policy, on CPU tensors that use the code path of CUDA tensors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import faults
-from tests.support.cases import Case, each
-from tests.support.cuda_rehearsal import pretending
-from tests.support.emulated import on_ranks, require_none
-from tests.support.nccl_rehearsal import over_nccl
+from tests.support.cases import Case, expand_cases
+from tests.support.cuda_rehearsal import cuda_code_path
+from tests.support.emulated import on_ranks, require_no_failures
+from tests.support.nccl_rehearsal import nccl_code_path
 from tests.support.ranked import call, check_cases, fresh_group
 from tests.support.tiers import sweep
 from tpkernels import cuda, groups
@@ -24,10 +24,13 @@ BF16 = torch.bfloat16
 
 
 def cases(world: int) -> list[Case]:
-    """Every op along every kind of dim, with even, uneven and empty shards, and each epilogue."""
+    """Create cases of every op along every kind of dim, with every epilogue.
+
+    The shards are even, uneven or empty.
+    """
     sizes = (5, *[0] * (world - 2), 3) if world > 1 else (8,)
     even = 4 * world
-    return each(
+    return expand_cases(
         Case(op="all_gather", shape=(even, 6)),
         Case(op="all_gather", shape=(8, 6), sizes=sizes),
         Case(op="all_gather", shape=(3, 8, 6), dim=1, sizes=sizes),
@@ -61,57 +64,60 @@ def cases(world: int) -> list[Case]:
 @pytest.mark.parametrize("world", sweep([2, 1, 3]))
 @on_ranks()
 def test_results(numerics: str) -> None:
-    """Integers are exact either way; what random numbers may be off is the tests' usual bound for
-    sums in order, and for the vendor's that and a rounding by each of W - 1 additions."""
+    """Compare results with the reference.
+
+    Integers are exact with both policies. Random values have the usual error bound of ordered sums.
+    Vendor reductions are only tested with integers.
+    """
     chosen = cases(dist.get_world_size())
     if numerics == "vendor":
         chosen = [case for case in chosen if case.integers or "gather" in case.op]
-    with over_nccl(), fresh_group(numerics=numerics) as group:
-        require_none(check_cases(chosen, group))
+    with nccl_code_path(), fresh_group(numerics=numerics) as group:
+        require_no_failures(check_cases(chosen, group))
 
 
 @on_ranks(3)
-def test_ordered_sums_have_the_bits_of_cpu_tensors() -> None:
+def test_ordered_sums_match_cpu_tensors_bitwise() -> None:
     chosen = [case for case in cases(3) if not case.integers]
     with fresh_group() as group:
         want = [call(case, group) for case in chosen]
-    with over_nccl(), fresh_group(numerics="ordered") as group:
+    with nccl_code_path(), fresh_group(numerics="ordered") as group:
         got = [call(case, group) for case in chosen]
     wrong = zip(chosen, want, got, strict=True)
-    require_none([str(case) for case, ws, gs in wrong if not all(map(torch.equal, ws, gs))])
+    require_no_failures([str(case) for case, ws, gs in wrong if not all(map(torch.equal, ws, gs))])
 
 
 @on_ranks(3)
-def test_the_vendor_sums_as_it_does() -> None:
-    """Its reductions have the bits of a sum rounded at each step."""
+def test_vendor_sums_round_at_each_addition() -> None:
+    """Compare reductions bitwise with a sum that is rounded at each step."""
     rank, world = dist.get_rank(), dist.get_world_size()
     xs = [torch.randn(8 * world, 16, generator=torch.Generator().manual_seed(r)) for r in range(3)]
     xs = [x.to(BF16) for x in xs]
     rounded = functools.reduce(torch.add, xs)
     exact = functools.reduce(torch.add, [x.float() for x in xs]).to(BF16)
     mine = slice(8 * rank, 8 * rank + 8)
-    assert not torch.equal(rounded[mine], exact[mine])  # else this shows nothing
+    assert not torch.equal(rounded[mine], exact[mine])  # otherwise the test is void
     for numerics, want in (("vendor", rounded), ("ordered", exact)):
-        with over_nccl(), fresh_group(numerics=numerics) as group:
+        with nccl_code_path(), fresh_group(numerics=numerics) as group:
             assert torch.equal(tpkernels.reduce_scatter(xs[rank], group), want[mine]), numerics
             assert torch.equal(tpkernels.all_reduce(xs[rank], group), want), numerics
 
 
 @on_ranks(2)
 def test_one_kernel_sums_and_adds() -> None:
-    """How often the kernel that sums runs in one call."""
+    """Count the launches of the sum kernel in one call."""
     counted: list[int] = []
     kernel = cuda.sum_partials
     x, w, bias = torch.ones(4, 8), torch.ones(8, 6), torch.ones(6)
     expected = {("vendor", False): 0, ("vendor", True): 1}
     expected |= {("ordered", False): 1, ("ordered", True): 1}
-    with over_nccl() as patch:
-        patch.setattr(cuda, "sum_partials", lambda *given: counted.append(1) or kernel(*given))
-        for (numerics, added), count in expected.items():
+    with nccl_code_path() as patch:
+        patch.setattr(cuda, "sum_partials", lambda *args: counted.append(1) or kernel(*args))
+        for (numerics, has_bias), count in expected.items():
             with fresh_group(numerics=numerics) as group:
                 counted.clear()
-                tpkernels.matmul_reduce_scatter(x, w, group, bias=bias if added else None)
-                assert len(counted) == count, (numerics, added)
+                tpkernels.matmul_reduce_scatter(x, w, group, bias=bias if has_bias else None)
+                assert len(counted) == count, (numerics, has_bias)
 
 
 @contextlib.contextmanager
@@ -126,34 +132,42 @@ def deterministic(on: bool) -> Iterator[None]:
 @pytest.mark.parametrize("numerics", ["vendor", None])
 @on_ranks(2)
 def test_the_policy_follows_torch(numerics: str | None) -> None:
-    """Between calls of the same arguments, and it is part of what identifies a call. A group may
-    ask for one."""
+    """Change the deterministic flag between equal calls.
+
+    The numerics follow the flag and are part of the description that identifies a call. If the
+    group requests a policy, the flag has no effect.
+    """
     x = torch.ones(4, 8)
-    with over_nccl(), fresh_group(numerics=numerics) as group:
-        own = groups.get(group.group_name)
+    with nccl_code_path(), fresh_group(numerics=numerics) as group:
+        group_state = groups.get(group.group_name)
         for on in (False, True, True, False):
             with deterministic(on):
                 for _ in range(2):
                     tpkernels.all_reduce_(x, group)
-            plan = own.planned_calls()[0].plan
+            plan = group_state.planned_calls()[0].plan
             expected = "ordered" if on and numerics is None else "vendor"
-            assert plan.numerics == expected and plan.text.endswith(f"[unfused, {expected}]"), plan
-            assert len(own.planned_calls()) == 1
+            assert plan.numerics == expected and plan.description.endswith(
+                f"[unfused, {expected}]"
+            ), plan
+            assert len(group_state.planned_calls()) == 1
             assert numerics is not None or f"numerics '{expected}'" in plan.reason, plan
         tpkernels.all_gather(x, group)
-        (gather,) = (c for c in own.planned_calls() if c.problem.dim == 0)
+        (gather,) = (c for c in group_state.planned_calls() if c.problem.dim == 0)
         assert "numerics" not in gather.plan.reason, gather
 
 
 @on_ranks(2)
-def test_ranks_that_differ_are_told_before_anything_is_sent() -> None:
-    """Where they only used torch's flag, they agree afterwards."""
+def test_different_policies_raise_before_communication() -> None:
+    """Request different policies on two ranks, then set the torch flag on one rank.
+
+    Both raise on all ranks. After the torch flags differed, a later call succeeds.
+    """
     x, rank = torch.ones(4, 8), dist.get_rank()
-    with over_nccl():
-        group = faults.group_of(dist.new_group())
+    with nccl_code_path():
+        group = faults.require_group(dist.new_group())
         with pytest.raises(ValueError, match="numerics='ordered'"):
             tpkernels.init(group, timeout=20.0, numerics="ordered" if rank else None)
-        group = faults.group_of(dist.new_group())
+        group = faults.require_group(dist.new_group())
         tpkernels.init(group, timeout=20.0)
         mine, other = ("'ordered'", "'vendor'") if rank else ("'vendor'", "'ordered'")
         match = f"^rank {rank} uses numerics {mine}.*rank {1 - rank} uses {other}"
@@ -163,23 +177,23 @@ def test_ranks_that_differ_are_told_before_anything_is_sent() -> None:
 
 
 @on_ranks(2, driver=False)
-def test_on_cpu_tensors_it_changes_nothing() -> None:
+def test_the_policy_does_not_affect_cpu_tensors() -> None:
     generator = torch.Generator().manual_seed(dist.get_rank())
     x, w = torch.randn(6, 40, generator=generator), torch.randn(40, 8, generator=generator)
-    found = []
+    results = []
     for numerics in (None, "vendor", "ordered"):
         with fresh_group(autotune=False, numerics=numerics) as group:
             y = tpkernels.matmul_all_reduce(x.to(BF16), w.to(BF16), group)
             plans = [call.plan for call in groups.get(group.group_name).planned_calls()]
-        found.append((y.tolist(), [(plan.text, plan.reason) for plan in plans]))
-    assert found[0] == found[1] == found[2]
-    assert "numerics" not in found[0][1][0][1] and found[0][1][0][1]
+        results.append((y.tolist(), [(plan.description, plan.reason) for plan in plans]))
+    assert results[0] == results[1] == results[2]
+    assert "numerics" not in results[0][1][0][1] and results[0][1][0][1]
 
 
 @on_ranks(2, driver=False)
 def test_gloo_sums_in_order() -> None:
-    """With CUDA tensors: whatever was asked for."""
-    with pretending(), fresh_group(numerics="vendor") as group:
+    """CUDA tensors on gloo are reduced in order, for any requested policy."""
+    with cuda_code_path(), fresh_group(numerics="vendor") as group:
         tpkernels.all_reduce(torch.ones(4, 8), group)
         (planned,) = groups.get(group.group_name).planned_calls()
     assert planned.plan.numerics == "ordered"

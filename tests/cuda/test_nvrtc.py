@@ -1,5 +1,7 @@
-"""Where nvcc was missing: the same sources compiled by NVRTC through CuPy, and the cache of what it
-made."""
+"""Kernels compiled by NVRTC through CuPy, for builds without nvcc.
+
+Also covers the cache of compiled kernels.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.cuda.test_compile import ARCHITECTURES, SINCE_90, entries
+from tests.cuda.test_compile import ARCHITECTURES, SINCE_90, kernel_names
 from tests.support import cuda_builds
 from tpkernels import _C
 from tpkernels.cuda import image
@@ -21,13 +23,13 @@ from tpkernels.cuda import image
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder, not made yet."""
+    """Return the path of a cache folder that does not exist yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "tpkernels"
 
 
 class Compiler:
-    """In NVRTC's place: counts what it compiles."""
+    """Replaces NVRTC and counts compilations."""
 
     NVRTCError = ValueError
 
@@ -38,8 +40,10 @@ class Compiler:
     def getVersion(self) -> tuple[int, int]:
         return self.version
 
-    def createProgram(self, source: str, main: str, texts: Any, names: Any) -> int:
-        assert main == "cuda/kernels.cu" and b"cuda/sync.cuh" in names and len(texts) == len(names)
+    def createProgram(self, source: str, main: str, headers: Any, names: Any) -> int:
+        assert (
+            main == "cuda/kernels.cu" and b"cuda/sync.cuh" in names and len(headers) == len(names)
+        )
         return 1
 
     def compileProgram(self, program: int, options: tuple[str, ...]) -> None:
@@ -59,9 +63,9 @@ class Compiler:
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    made = Compiler()
-    monkeypatch.setattr(image, "_nvrtc", lambda: (made, "14.0"))
-    return made
+    fake = Compiler()
+    monkeypatch.setattr(image, "_nvrtc", lambda: (fake, "14.0"))
+    return fake
 
 
 def test_one_compilation_per_architecture_compiler_and_source(
@@ -89,23 +93,24 @@ DISTRUST: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("how", DISTRUST)
-def test_a_file_that_is_damaged_or_may_be_anothers_is_not_used(
-    cache: Path, compiler: Compiler, how: str
-) -> None:
-    """Whoever writes the image writes its checksum too. tests/common/test_cache.py has the files
-    that are not trusted."""
+def test_a_damaged_or_untrusted_file_is_not_used(cache: Path, compiler: Compiler, how: str) -> None:
+    """Damage a cached file or let other users write to it.
+
+    The checksum does not protect against users who can write the file. tests/common/test_cache.py
+    covers further untrusted files.
+    """
     image.nvrtc_image(90)
     (file,) = cache.iterdir()
     DISTRUST[how](file)
     for _ in range(2):
-        assert image.nvrtc_image(90) == b"cubin 2\0"  # it was put right
+        assert image.nvrtc_image(90) == b"cubin 2\0"  # recompiled once
     assert len(list(cache.iterdir())) == 1
 
 
 def test_no_cache_is_no_error(
     tmp_path: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The home folder is the default."""
+    """Compile without a cache folder. The default is in the home folder."""
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert image.nvrtc_image(90) == b"cubin 1\0"
@@ -114,7 +119,7 @@ def test_no_cache_is_no_error(
     assert image.cache_folder() == Path.home() / ".cache" / "tpkernels"
 
 
-def test_an_unfinished_file_is_taken_away(
+def test_an_unfinished_file_is_removed(
     cache: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -125,7 +130,7 @@ def test_an_unfinished_file_is_taken_away(
     assert list(cache.iterdir()) == []
 
 
-def test_what_nvrtc_says_is_passed_on(cache: Path, compiler: Compiler) -> None:
+def test_nvrtc_errors_are_reported(cache: Path, compiler: Compiler) -> None:
     compiler.error = ValueError("NVRTC_ERROR_INVALID_OPTION (5)")
     with pytest.raises(NotImplementedError, match=r"sm_75: NVRTC_ERROR_INVALID.*error: no"):
         image.nvrtc_image(75)
@@ -152,17 +157,17 @@ def test_without_cupy_or_nvrtc_the_remedy_is_named(monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture(scope="module")
 def nvrtc() -> Any:
-    """The real one."""
+    """Return the real NVRTC, or skip."""
     try:
         return image._nvrtc()[0]
     except NotImplementedError as error:
         pytest.skip(str(error))
 
 
-def test_nvrtc_gets_every_header_and_takes_them(
+def test_nvrtc_accepts_every_header(
     nvrtc: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without code for a GPU, which takes NVRTC 20 s."""
+    """Check only the syntax. Code generation by NVRTC would last 20 s."""
     sources = dict(_C.cuda.sources())
     included = re.findall(r'#include "(.+)"', "".join(sources.values()))
     assert set(included) == sources.keys() - {"cuda/kernels.cu"}
@@ -177,12 +182,12 @@ def test_nvrtc_compiles_the_same_kernels(nvrtc: Any, cache: Path, arch: str) -> 
     assert cubin.startswith(b"\x7fELF") and len(list(cache.iterdir())) == 1
     (kernels,) = cuda_builds.usage(cubin).values()
     assert f"code for {arch}" in cuda_builds.dump(cubin, "-sass", "-fun", "call_begin")
-    assert set(kernels) == entries() - (set(SINCE_90) if arch == "sm_80" else set())
+    assert set(kernels) == kernel_names() - (set(SINCE_90) if arch == "sm_80" else set())
     for kernel, used in kernels.items():
         assert used.stack == 0 and used.local == 0, f"{kernel}: {used}"
 
 
-def test_the_status_says_which_nvrtc(nvrtc: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_status_names_the_nvrtc_version(nvrtc: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_C.cuda, "architectures", lambda: "")
     version = ".".join(map(str, nvrtc.getVersion()))
     assert image.image_status().startswith(f"NVRTC {version} through CuPy ")

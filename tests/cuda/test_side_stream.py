@@ -1,7 +1,9 @@
-"""What the copies of a call wait for on its side streams, and the order in which the host queues
-them: streams and events that only note what comes before what. Where all streams share one hardware
-queue (CUDA_DEVICE_MAX_CONNECTIONS=1), a copy that waits for a peer holds up what is queued behind
-it, on whatever stream."""
+"""Dependencies of the copies on the side streams of a call, and the order in which the host queues
+them.
+
+Streams and events only record the order. If all streams share one hardware queue
+(CUDA_DEVICE_MAX_CONNECTIONS=1), a copy that waits for a peer delays all later work on any stream.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from tpkernels.symm.streams import SideStream
 
 
 class Stream:
-    """``before``: all that runs before what is queued next."""
+    """``before``: all work that runs before the next queued work."""
 
     def __init__(self, *_: object) -> None:
         self.before = frozenset[str]()
@@ -36,10 +38,10 @@ class Stream:
 
 
 class Device:
-    """A GPU's streams, and copies that note what has run before them."""
+    """The streams of a GPU, and copies that record the work before them."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.rank, self.last_word, self.in_place = 0, 7, None
+        self.rank, self.last_signal, self.in_place = 0, 7, None
         self.stream = self.main = Stream()
         self.before: dict[str, frozenset[str]] = {}
         patch.setattr(torch.cuda, "Stream", Stream)
@@ -50,9 +52,9 @@ class Device:
 
     @contextlib.contextmanager
     def use(self, stream: Stream) -> Iterator[None]:
-        before, self.stream = self.stream, stream
+        previous, self.stream = self.stream, stream
         yield
-        self.stream = before
+        self.stream = previous
 
     def queue(self, name: str) -> None:
         while name in self.before:
@@ -63,13 +65,13 @@ class Device:
     def put(self, src: torch.Tensor, offset: int) -> None:
         self.queue("put")
 
-    def publish(self, index: int, to: int | None = None) -> None:
-        self.queue("publish" if to is None else f"publish to {to}")
+    def publish(self, index: int, dst: int | None = None) -> None:
+        self.queue("publish" if dst is None else f"publish to {dst}")
 
-    def raise_flag(self, index: int) -> None:
+    def set_flag(self, index: int) -> None:
         self.queue(f"flag {index}")
 
-    def await_word(self, source: int, index: int) -> None:
+    def await_signal(self, source: int, index: int) -> None:
         self.queue(f"wait for {source}")
 
     def copy_from(self, source: int, dst: torch.Tensor, offset: int) -> None:
@@ -85,37 +87,47 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_chunks_of_fused(device: Any) -> None:
-    """Two peers with two chunks each: one wait for a peer, copies in a chain, and flags that no
-    copy but the one after the next waits for."""
-    rows, whole = torch.empty(2, 4), torch.empty(6, 4)
+    """Queue two peers with two chunks each.
+
+    Each peer has one wait, and the copies form a chain. A copy does not wait for the flag of the
+    previous copy.
+    """
+    rows, gathered = torch.empty(2, 4), torch.empty(6, 4)
     device.queue("before")
-    fused.bring_rows(device, device.side, (1, 2), rows, whole, (2, 2, 2), 1, 2)
+    fused.copy_peer_rows(device, device.side, (1, 2), rows, gathered, (2, 2, 2), 1, 2)
     before = device.before
     copies = ["copy of 1", "copy of 1'", "copy of 2", "copy of 2'"]
     flags = ["flag 2", "flag 3", "flag 4", "flag 5"]
     assert set(before) == {"before", "put", "publish", "wait for 1", "wait for 2", *copies, *flags}
-    for at, copy in enumerate(copies):
-        assert {"before", "wait for 1", *copies[:at]} <= before[copy]
-        assert copy in before[flags[at]]
-        assert at == 0 or flags[at - 1] not in before[copy]
+    for index, copy in enumerate(copies):
+        assert {"before", "wait for 1", *copies[:index]} <= before[copy]
+        assert copy in before[flags[index]]
+        assert index == 0 or flags[index - 1] not in before[copy]
     assert "wait for 2" in before["copy of 2"] and "wait for 2" in before["copy of 2'"]
-    assert "copy of 1'" not in before["wait for 2"]  # which runs meanwhile
+    assert "copy of 1'" not in before["wait for 2"]  # they overlap
     assert not device.main.before & set(copies)
     device.side.join()
     assert set(before) <= device.main.before
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_shards_of_a_gather(device: Any, own: bool) -> None:
-    """A caller's ``own`` products run one after the other, torch's next to each other."""
-    rows, whole, w, out = (torch.empty(size, 2) for size in (1, 3, 2, 3))
-    if own:
+@pytest.mark.parametrize("custom", [False, True])
+def test_shards_of_a_gather(device: Any, custom: bool) -> None:
+    """Queue a gather with torch matmuls or a ``custom`` matmul.
+
+    Custom matmuls run in sequence, torch matmuls concurrently.
+    """
+    rows, gathered, w, out = (torch.empty(size, 2) for size in (1, 3, 2, 3))
+    if custom:
         w = tpkernels.CustomMatmul(lambda x: x, (2, 2), torch.float32)  # type: ignore[assignment]
-    factors = [(w, None, out)]
-    pipelined.gather_and_multiply(device, device.side, (1, 2), [1, 1, 1], rows, whole, factors)
+    matmul_args = [(w, None, out)]
+    pipelined.gather_and_multiply(
+        device, device.side, (1, 2), [1, 1, 1], rows, gathered, matmul_args
+    )
     before = device.before
     assert before["product"] == set()
-    assert ("product" in before["product'"]) is own and ("product'" in before["product''"]) is own
+    assert ("product" in before["product'"]) is custom and (
+        "product'" in before["product''"]
+    ) is custom
     assert "product" in before["product''"]
     assert "copy of 1" in before["product'"] and "copy of 2" not in before["product'"]
     assert {"copy of 1", "copy of 2"} <= before["product''"]
@@ -137,33 +149,39 @@ def test_partials_of_a_scatter(device: Any) -> None:
     assert set(before) == device.main.before
 
 
-def test_what_came_before_a_call_comes_before_its_second_stream(device: Any) -> None:
+def test_second_stream_follows_prior_work(device: Any) -> None:
     side = device.side
     for _ in range(2):
         device.queue("allocated")
         side.fork()
-        for alone in (True, False, True, False, False):
-            with side.part(alone=alone):
+        for serial in (True, False, True, False, False):
+            with side.chunk(serial=serial):
                 device.queue("product")
         side.join()
     names = ["product" + "'" * i for i in range(10)]
     before = [device.before[name] for name in names]
     assert names[1] in before[2] and names[1] not in before[3] and names[3] not in before[4]
-    assert all({"allocated'", *names[:5]} <= each for each in before[5:])
+    assert all({"allocated'", *names[:5]} <= prior_ops for prior_ops in before[5:])
     assert set(names) <= device.main.before
 
 
-def names_in(device: Any) -> list[str]:
-    """What has been queued, in order, without the waits."""
+def queued_names(device: Any) -> list[str]:
+    """Return the queued work in order, without waits."""
     return [name.rstrip("'") for name in device.before if not name.startswith("wait")]
 
 
-def test_the_order_in_which_the_host_queues(device: Any) -> None:
-    """No product of a gather is behind a later fetch; a scatter fetches one product late."""
-    rows, whole, w, out = (torch.empty(size, 2) for size in (1, 3, 2, 3))
-    factors = [(w, None, out), (w, None, out)]
-    pipelined.gather_and_multiply(device, device.side, (1, 2), [1, 1, 1], rows, whole, factors)
-    assert names_in(device) == [
+def test_host_queue_order(device: Any) -> None:
+    """Queue a gather and a scatter.
+
+    A gather queues each matmul before the fetches of later shards. A scatter fetches one matmul
+    late.
+    """
+    rows, gathered, w, out = (torch.empty(size, 2) for size in (1, 3, 2, 3))
+    matmul_args = [(w, None, out), (w, None, out)]
+    pipelined.gather_and_multiply(
+        device, device.side, (1, 2), [1, 1, 1], rows, gathered, matmul_args
+    )
+    assert queued_names(device) == [
         *("put", "publish", "product", "product"),
         *("copy of 1", "product", "product"),
         *("copy of 2", "product", "product"),
@@ -171,7 +189,7 @@ def test_the_order_in_which_the_host_queues(device: Any) -> None:
     device.before.clear()
     x, w = torch.empty(4, 2), torch.empty(2, 2)
     pipelined.multiply_and_scatter(device, device.side, (1, 2, 3), [1] * 4, x, w, torch.float32)
-    assert names_in(device) == [
+    assert queued_names(device) == [
         *("product", "publish to 1"),
         *("product", "publish to 2", "copy of 3"),
         *("product", "publish to 3", "copy of 2"),
@@ -179,11 +197,15 @@ def test_the_order_in_which_the_host_queues(device: Any) -> None:
     ]
 
 
-def test_the_side_stream_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernels of one warp do not wait behind the blocks of a product."""
-    made: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda *given: made.append(given))
+def test_side_stream_has_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Create a side stream. Two of its streams have priority, the stream for matmuls has not.
+
+    So kernels of one warp do not wait for the blocks of a matmul.
+    """
+    streams_created: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *args: streams_created.append(args))
     SideStream(torch.device("cuda", 0))
     device = torch.device("cuda", 0)
-    assert made == [(device, streams._PRIORITY)] * 2 + [(device,)]  # products take the last
-    assert streams._PRIORITY < 0  # lower numbers go first
+    # The last stream is for matmuls.
+    assert streams_created == [(device, streams._PRIORITY)] * 2 + [(device,)]
+    assert streams._PRIORITY < 0  # lower values have priority

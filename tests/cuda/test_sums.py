@@ -1,5 +1,7 @@
-"""The sum of partials of csrc/cuda, run on the CPU: dtypes, tails, places;
-and what the Python face refuses."""
+"""Sums of partial sums in csrc/cuda, run on the CPU.
+
+Covers dtypes, tails, alignments, and the errors of the Python interface.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,10 @@ from tests.support.emulated import (
     F32,
     all_reduce,
     host_sum,
+    kernel_space,
     on_ranks,
     random,
     same_bits,
-    space_of,
 )
 from tpkernels import cuda
 from tpkernels.cuda import image
@@ -33,37 +35,40 @@ COUNTS = (0, 1, 7, 8, 9, 17, 2055, 20_011)
 
 @pytest.mark.parametrize("partial_count", [1, 3])
 @on_ranks(1)
-def test_sums_are_the_hosts_bit_for_bit(partial_count: int) -> None:
-    places = itertools.product((0, 1, 8), (0, 1))
+def test_sums_match_the_host_bitwise(partial_count: int) -> None:
+    alignments = itertools.product((0, 1, 8), (0, 1))
     residuals = (None, *DTYPES)
     for wire, out_dtype, residual_dtype in itertools.product(DTYPES, DTYPES, residuals):
-        for count, (offset, columns_of) in itertools.product(COUNTS, places):
+        for count, (offset, has_bias) in itertools.product(COUNTS, alignments):
             partials = [random(count, wire, r, offset) for r in range(partial_count)]
             columns, bias_dtype = 13 if count % 13 == 0 else count, DTYPES[count % 3]
-            bias = random(columns, bias_dtype, 8) if columns_of else None
+            bias = random(columns, bias_dtype, 8) if has_bias else None
             residual = random(count, residual_dtype, 9, count % 2) if residual_dtype else None
-            around = torch.full((count + 17,), 77, dtype=out_dtype)
-            at = 1 - offset if offset < 2 else offset  # aligned where the partials are not
-            out = around[at : at + count]
+            padded = torch.full((count + 17,), 77, dtype=out_dtype)
+            begin = 1 - offset if offset < 2 else offset  # aligned if the partial sums are not
+            out = padded[begin : begin + count]
             cuda.sum_partials(out, partials, bias, residual)
-            right = same_bits(out, host_sum(partials, out_dtype, bias, residual))
-            beyond = (around[:at] == 77).all() and (around[at + count :] == 77).all()
-            assert right and beyond, f"{count} {offset} {wire} {out_dtype} {residual_dtype}"
+            is_equal = same_bits(out, host_sum(partials, out_dtype, bias, residual))
+            is_intact = (padded[:begin] == 77).all() and (padded[begin + count :] == 77).all()
+            assert is_equal and is_intact, f"{count} {offset} {wire} {out_dtype} {residual_dtype}"
 
 
 @on_ranks(1)
-def test_parts_replaced_partials_and_special_values() -> None:
-    """A part of a larger output with its bias; a result that replaces a partial; 72 partials."""
-    whole, bias = [random(1300, BF16, r) for r in range(3)], random(13, F32, 8)
-    want = host_sum(whole, BF16, bias)
+def test_slices_in_place_sums_and_special_values() -> None:
+    """Reduce slices of a larger output with its bias.
+
+    Also reduce into one of the inputs, reduce 72 inputs, and reduce special values.
+    """
+    full, bias = [random(1300, BF16, r) for r in range(3)], random(13, F32, 8)
+    want = host_sum(full, BF16, bias)
     for begin, end in ((0, 40), (40, 477), (477, 1300)):
         out = torch.empty(end - begin, dtype=BF16)
-        cuda.sum_partials(out, [x[begin:end].clone() for x in whole], bias, begin=begin)
+        cuda.sum_partials(out, [x[begin:end].clone() for x in full], bias, begin=begin)
         assert same_bits(out, want[begin:end]), f"from {begin}"
-    for own in range(3):
-        given = [x.clone() for x in whole]
-        cuda.sum_partials(given[own], given)
-        assert same_bits(given[own], host_sum(whole, BF16)), f"in place of {own}"
+    for target in range(3):
+        copies = [x.clone() for x in full]
+        cuda.sum_partials(copies[target], copies)
+        assert same_bits(copies[target], host_sum(full, BF16)), f"in place of {target}"
     many = [random(100, F16, r) for r in range(72)]
     cuda.sum_partials(out := torch.empty(100), many)
     assert torch.equal(out, host_sum(many, F32)), "72 partials"
@@ -77,16 +82,16 @@ def test_parts_replaced_partials_and_special_values() -> None:
         )
 
 
-def reduce(**changed: Any) -> None:
+def reduce(**overrides: Any) -> None:
     region = torch.zeros(1 << 14, dtype=torch.uint8)
     space = DeviceWorkspace([region.data_ptr()] * 2, region, 0, 8, 1 << 10, 1.0)
-    given = {"x": torch.ones(4, 6), "out": torch.ones(4, 6)} | changed
-    all_reduce(space, 1, **given)
+    args = {"x": torch.ones(4, 6), "out": torch.ones(4, 6)} | overrides
+    all_reduce(space, 1, **args)
 
 
-def add(**changed: Any) -> None:
-    given = {"out": torch.ones(6), "partials": [torch.ones(6)] * 2} | changed
-    cuda.sum_partials(**given)
+def add(**overrides: Any) -> None:
+    args = {"out": torch.ones(6), "partials": [torch.ones(6)] * 2} | overrides
+    cuda.sum_partials(**args)
 
 
 REFUSALS: list[tuple[Callable[..., None], dict[str, Any], type[Exception], str]] = [
@@ -129,16 +134,16 @@ REFUSALS: list[tuple[Callable[..., None], dict[str, Any], type[Exception], str]]
 ]
 
 
-@pytest.mark.parametrize(("call", "changed", "error", "match"), REFUSALS)
+@pytest.mark.parametrize(("call", "overrides", "error", "match"), REFUSALS)
 def test_refusals(
-    call: Callable[..., None], changed: dict[str, Any], error: type[Exception], match: str
+    call: Callable[..., None], overrides: dict[str, Any], error: type[Exception], match: str
 ) -> None:
     with pytest.raises(error, match=match):
-        call(**changed)
+        call(**overrides)
 
 
-def test_whether_the_kernels_can_be_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A capture cannot load them, which is not remembered; what a machine lacks is."""
+def test_kernel_availability(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture cannot load kernels, and its result is not cached. A missing driver is cached."""
     problems: list[Exception] = [
         RuntimeError("broken"),
         CaptureError("capturing"),
@@ -151,26 +156,26 @@ def test_whether_the_kernels_can_be_launched(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(image, "kernels", kernels)
     image._loads.cache_clear()
-    on, found = torch.device("cpu"), []
+    device, results = torch.device("cpu"), []
     try:
         with pytest.raises(RuntimeError, match="broken"):
-            cuda.available(on)
+            cuda.available(device)
         problems.pop(0)
-        found.append(cuda.available(on))
+        results.append(cuda.available(device))
         problems.pop(0)
-        found.append(cuda.available(on))
+        results.append(cuda.available(device))
         problems.clear()
-        found.append(cuda.available(on))
+        results.append(cuda.available(device))
         image._loads.cache_clear()
-        found.append(cuda.available(on))
+        results.append(cuda.available(device))
     finally:
         image._loads.cache_clear()
-    assert found == [False, False, False, True]
+    assert results == [False, False, False, True]
 
 
 @on_ranks(2)
 def test_refusals_of_copies() -> None:
-    space = space_of(words=16, buffer_bytes=1 << 10)
+    space = kernel_space(signals=16, buffer_bytes=1 << 10)
     x = torch.ones(8)
     with cuda.CopyCall(space, 1) as copies:
         for call, match in (
@@ -181,7 +186,7 @@ def test_refusals_of_copies() -> None:
             (lambda: copies.put(torch.ones(4, 4).t()[1:], 0), "tensor has strides"),
             (lambda: copies.publish(0), "signal index is 0; it must be 1 to 14"),
             (lambda: copies.publish(15), "signal index is 15; it must be 1 to 14"),
-            (lambda: copies.publish(1, to=space.rank), f"rank {space.rank} is not a peer of rank"),
+            (lambda: copies.publish(1, dst=space.rank), f"rank {space.rank} is not a peer of rank"),
             (
                 lambda: copies.fetch(2, 1, x, 0),
                 f"rank 2 is not a peer of rank {space.rank}; world_size is 2",

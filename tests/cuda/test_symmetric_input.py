@@ -1,5 +1,8 @@
-"""Input of copy engines in symmetric memory of GPUs, rehearsed: CPU tensors, the kernels of
-csrc/cuda run by the processor, shared memory for torch's symmetric memory."""
+"""Symmetric GPU memory as input of copy engines, as a dry run.
+
+CPU tensors replace CUDA tensors, the processor runs the kernels of csrc/cuda, and shared memory
+replaces the symmetric memory of torch.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,11 @@ from tests.support import faults
 from tests.support.cuda_rehearsal import (
     OFFSET,
     SharedMemory,
-    copy_engines,
-    pretending,
-    space_of,
+    cuda_code_path,
+    kernel_space,
+    use_copy_engines,
 )
-from tests.support.emulated import anywhere, interpreted, on_ranks
+from tests.support.emulated import interpreted, on_ranks, sum_over_ranks
 from tests.support.tiers import sweep
 from tpkernels import cuda, groups
 from tpkernels.algorithms import fused
@@ -36,154 +39,168 @@ ROWS, K, N = 6, 8, 5
 
 
 def symmetric(group: dist.ProcessGroup, *shape: int) -> torch.Tensor:
-    own = groups.get(group.group_name).ready("cuda")
-    return own.make_symmetric(shape, torch.float32, torch.device("cpu"))
+    group_state = groups.get(group.group_name).ready("cuda")
+    return group_state.make_symmetric(shape, torch.float32, torch.device("cpu"))
 
 
-def gather_of(
-    group: dist.ProcessGroup, variant: str = "pipelined", **options: Any
+def make_gather(
+    group: dist.ProcessGroup, algorithm: str = "pipelined", **options: Any
 ) -> Callable[..., Any]:
     op = tpkernels.all_gather_matmul
     return functools.partial(
-        op, weights=torch.ones(K, N), group=group, algorithm=variant, **options
+        op, weights=torch.ones(K, N), group=group, algorithm=algorithm, **options
     )
 
 
-def wanted(group: dist.ProcessGroup, turn: int) -> torch.Tensor:
-    rows = [torch.full((ROWS, N), float(K * (rank + turn))) for rank in range(group.size())]
+def expected_rows(group: dist.ProcessGroup, iteration: int) -> torch.Tensor:
+    rows = [torch.full((ROWS, N), float(K * (rank + iteration))) for rank in range(group.size())]
     return torch.cat(rows)
 
 
-def check_in_place(variant: str, skip_waits: bool = False) -> None:
-    """Calls under delays on input that is spoilt as soon as the op returns, which copy nothing.
-    Negative control: they do not wait."""
-    with pretending() as patch:
-        copy_engines(patch)
+def check_in_place(algorithm: str, skip_waits: bool = False) -> None:
+    """Run calls under delays on input that is overwritten when the op returns.
+
+    No call may copy its input. Negative control: ``skip_waits``.
+    """
+    with cuda_code_path() as patch:
+        use_copy_engines(patch)
         group, puts, wrong = faults.new_group(), list[int](), 0
         put = cuda.CopyCall.put
-        patch.setattr(cuda.CopyCall, "put", lambda *given: puts.append(1) or put(*given))
-        x, call = symmetric(group, ROWS, K), gather_of(group, variant)
+        patch.setattr(cuda.CopyCall, "put", lambda *args: puts.append(1) or put(*args))
+        x, call = symmetric(group, ROWS, K), make_gather(group, algorithm)
         call(x)
-        faults.workspace_of(group).set_chaos(
+        faults.get_workspace(group).set_chaos(
             seed=group.rank(), max_delay_us=2000, skip_waits=skip_waits
         )
-        for turn in range(8):
-            x.fill_(group.rank() + turn)
+        for iteration in range(8):
+            x.fill_(group.rank() + iteration)
             got = call(x)
             x.fill_(math.nan)
-            wrong += not torch.equal(got, wanted(group, turn))
-    assert (anywhere(wrong) > 0) == skip_waits and not puts
+            wrong += not torch.equal(got, expected_rows(group, iteration))
+    assert (sum_over_ranks(wrong) > 0) == skip_waits and not puts
 
 
 @pytest.mark.parametrize(
     ("world", "skip_waits"), sweep([(3, False), (3, True), (2, False)], count=2)
 )
 @on_ranks()
-def test_peers_read_it_in_place(skip_waits: bool) -> None:
+def test_peers_read_input_in_place(skip_waits: bool) -> None:
     check_in_place("pipelined", skip_waits)
 
 
 @pytest.mark.thorough
 @interpreted(2)
-def test_peers_read_it_in_place_for_fused() -> None:
+def test_peers_read_input_in_place_for_fused() -> None:
     check_in_place("fused")
 
 
 @interpreted(2)
-def test_a_product_waits_for_chunks_that_are_read_in_place() -> None:
-    """It is launched before the first chunk has come, and looks at words of the call meanwhile."""
-    bring = fused.bring_rows
+def test_matmul_waits_for_chunks_read_in_place() -> None:
+    """Delay the copies of a gather.
 
-    def late(copies: Any, side: Any, peers: Any, rows: Any, whole: Any, *more: Any) -> None:
-        whole[ROWS * copies.rank :][:ROWS] = rows  # for these it does not wait
-        threads.append(threading.Timer(0.1, bring, (copies, side, peers, rows, whole, *more)))
+    The matmul starts before the first chunk arrives and polls signals of the call.
+    """
+    copy_rows = fused.copy_peer_rows
+
+    def delayed_copy(
+        copies: Any, side: Any, peers: Any, rows: Any, gathered: Any, *more: Any
+    ) -> None:
+        gathered[ROWS * copies.rank :][:ROWS] = rows  # the local rows need no wait
+        threads.append(
+            threading.Timer(0.1, copy_rows, (copies, side, peers, rows, gathered, *more))
+        )
         threads[-1].start()
 
-    with pretending() as patch:
-        copy_engines(patch)
-        patch.setattr(fused, "bring_rows", late)
+    with cuda_code_path() as patch:
+        use_copy_engines(patch)
+        patch.setattr(fused, "copy_peer_rows", delayed_copy)
         group, threads = faults.new_group(timeout=5.0), list[threading.Timer]()
-        inputs, call = [symmetric(group, ROWS, K) for _ in range(2)], gather_of(group, "fused")
-        for turn, x in enumerate([*inputs, *inputs, torch.empty(ROWS, K)]):
-            x.fill_(group.rank() + turn)
+        inputs, call = [symmetric(group, ROWS, K) for _ in range(2)], make_gather(group, "fused")
+        for iteration, x in enumerate([*inputs, *inputs, torch.empty(ROWS, K)]):
+            x.fill_(group.rank() + iteration)
             got = call(x)
             threads[-1].join()
-            assert torch.equal(got, wanted(group, turn)), turn
+            assert torch.equal(got, expected_rows(group, iteration)), iteration
     assert len(threads) == 5
 
 
-class Apart(SharedMemory):
-    """Each rank has its memory at an offset of its own."""
+class DifferentOffsets(SharedMemory):
+    """Memory with a different offset on each rank."""
 
     @staticmethod
-    def offset_of(rank: int) -> int:
+    def get_offset(rank: int) -> int:
         return (rank + 1) * OFFSET
 
 
-@pytest.mark.parametrize("memory", [Apart, SharedMemory])
+@pytest.mark.parametrize("memory", [DifferentOffsets, SharedMemory])
 @on_ranks(3)
 def test_offsets_in_allocations_may_differ_between_ranks(memory: type[SharedMemory]) -> None:
-    """The workspace's and an input's. Multicast addresses have the same offset on all ranks."""
-    with pretending(memory) as patch:
-        copy_engines(patch)
+    """Vary the offsets of the workspace and of an input.
+
+    Only multicast addresses need equal offsets.
+    """
+    with cuda_code_path(memory) as patch:
+        use_copy_engines(patch)
         group = faults.new_group(timeout=5.0)
-        x, call = symmetric(group, ROWS, K), gather_of(group)
-        for turn in range(3):
-            x.fill_(group.rank() + turn)
-            assert torch.equal(call(x), wanted(group, turn))
+        x, call = symmetric(group, ROWS, K), make_gather(group)
+        for iteration in range(3):
+            x.fill_(group.rank() + iteration)
+            assert torch.equal(call(x), expected_rows(group, iteration))
         refused = pytest.raises(NotImplementedError, match="no multicast address")
-        with refused if memory is Apart else contextlib.nullcontext():
-            space_of(group).grow_multicast(64)
+        with refused if memory is DifferentOffsets else contextlib.nullcontext():
+            kernel_space(group).grow_multicast(64)
 
 
-def test_it_is_not_taken_from_torchs_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From which ranks may get memory that other ranks have mapped before. This is torch itself,
-    which cannot allocate without a GPU."""
-    taken = list[object]()
+def test_memory_is_not_from_the_torch_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Allocate symmetric memory with torch, as far as possible without a GPU.
+
+    From the pool of torch, a rank may get memory that its peers have mapped before.
+    """
+    used_pools = list[object]()
 
     def fail(*_: Any) -> Any:
         raise RuntimeError("far enough")
 
-    monkeypatch.setattr(gpu_memory.symmetric_memory, "get_mem_pool", taken.append)
+    monkeypatch.setattr(gpu_memory.symmetric_memory, "get_mem_pool", used_pools.append)
     monkeypatch.setattr(torch.cuda, "use_mem_pool", contextlib.nullcontext)
     monkeypatch.setattr(gpu_memory.symmetric_memory, "rendezvous", fail)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(gpu_memory.Gpu, "of", lambda _: gpu_memory.Gpu("H100"))
-    two = SimpleNamespace(
+    participant = SimpleNamespace(
         world=2, group="g", process_group="g", exchange=lambda _, mine: [mine] * 2
     )
     with pytest.raises(NotImplementedError, match=r"cannot allocate 8 bytes|far enough"):
-        gpu_memory.make_symmetric(two, 8, torch.device("cuda", 0))  # type: ignore[arg-type]
-    assert not taken
+        gpu_memory.make_symmetric(participant, 8, torch.device("cuda", 0))  # type: ignore[arg-type]
+    assert not used_pools
 
 
 @on_ranks(2)
 def test_other_input_is_copied() -> None:
-    """Input of several kinds in one group, with what was gathered."""
-    with pretending():
+    """Gather several kinds of input in one group, and return the gathered x."""
+    with cuda_code_path():
         group = faults.new_group()
-        rank, call = group.rank(), gather_of(group, return_gathered=True)
+        rank, call = group.rank(), make_gather(group, return_gathered=True)
         large, small = symmetric(group, 2 * ROWS, K), symmetric(group, ROWS, K)
-        kinds = {
+        inputs = {
             "whole": small,
             "a part": large[:ROWS],
             "a part of each rank's own": large[rank : rank + ROWS],
             "strided": symmetric(group, K, ROWS).t(),
             "plain": torch.empty(ROWS, K),
         }
-        for turn in range(2):
-            for kind, x in kinds.items():
-                x.fill_(rank + turn)
-                whole, got = call(x)
-                assert torch.equal(got, wanted(group, turn)), kind
-                assert torch.equal(whole[:, 0] * K, got[:, 0]), kind
+        for iteration in range(2):
+            for kind, x in inputs.items():
+                x.fill_(rank + iteration)
+                gathered, got = call(x)
+                assert torch.equal(got, expected_rows(group, iteration)), kind
+                assert torch.equal(gathered[:, 0] * K, got[:, 0]), kind
 
 
 @on_ranks(2)
-def test_ranks_that_pass_different_tensors_are_told() -> None:
-    with pretending():
+def test_ranks_with_different_tensors_raise() -> None:
+    with cuda_code_path():
         group = faults.new_group(timeout=5.0)
-        call, x = gather_of(group), symmetric(group, ROWS, K)
+        call, x = make_gather(group), symmetric(group, ROWS, K)
         call(x)
         dist.barrier()
         assert bool(call(torch.ones(ROWS, K) if group.rank() == 1 else x).isnan().all())
@@ -193,44 +210,47 @@ def test_ranks_that_pass_different_tensors_are_told() -> None:
 
 
 @on_ranks(2)
-def test_it_lives_as_long_as_its_tensors() -> None:
-    """How many tensors a group knows of, as they come and go."""
-    with pretending():
+def test_memory_lives_as_long_as_its_tensors() -> None:
+    """Count the registered tensors while tensors are created and released."""
+    with cuda_code_path():
         group = faults.new_group()
-        kept, known = symmetric(group, ROWS, K), list[int]()
-        segments = space_of(group).segments
+        tensor, counts = symmetric(group, ROWS, K), list[int]()
+        segments = kernel_space(group).segments
         view = symmetric(group, 3, 4)[1:]
         for _ in range(2):
-            segments.find(kept)
-            known.append(len(segments._at))
+            segments.find(tensor)
+            counts.append(len(segments._by_address))
             gc.collect()
         del view
         gc.collect()
-        assert segments.find(kept) is not None and segments.find(torch.ones(2)) is None
-        assert [*known, len(segments._at), len(symmetric(group, 0, 4))] == [2, 2, 1, 0]
+        assert segments.find(tensor) is not None and segments.find(torch.ones(2)) is None
+        assert [*counts, len(segments._by_address), len(symmetric(group, 0, 4))] == [2, 2, 1, 0]
 
 
 @on_ranks(2)
-def test_what_a_capture_has_read_is_kept() -> None:
-    """When tensors have been dropped, one before a capture and one that was read in it. And nothing
-    goes in it: torch waits for the device then, which ends the capture."""
-    with pretending() as patch:
+def test_captured_input_stays_alive() -> None:
+    """Release one tensor before a capture, and one that the capture has read.
+
+    The second is kept. The first is freed after the capture: to free memory, torch waits for the
+    device, and that would end the capture.
+    """
+    with cuda_code_path() as patch:
         group = faults.new_group()
         before, read = symmetric(group, ROWS, K), symmetric(group, ROWS, K)
-        call, segments = gather_of(group), space_of(group).segments
+        call, segments = make_gather(group), kernel_space(group).segments
         call(read)
-        known = [segments.find(x) for x in (before, read)]
-        memory = [weakref.ref(each.memory) for each in known if each is not None]
-        del known, before
+        entries = [segments.find(x) for x in (before, read)]
+        memory = [weakref.ref(entry.memory) for entry in entries if entry is not None]
+        del entries, before
         patch.setattr(streams, "is_captured", lambda _: True)
         with pytest.raises(tpkernels.errors.CaptureError):
             symmetric(group, ROWS, K)
         call(read)
-        assert [each() is not None for each in memory] == [True, True]
+        assert [entry() is not None for entry in memory] == [True, True]
         patch.setattr(streams, "is_captured", lambda _: False)
         del read
         call(symmetric(group, ROWS, K))
-        assert [each() is not None for each in memory] == [False, True]
+        assert [entry() is not None for entry in memory] == [False, True]
         dist.barrier()
         del segments
         tpkernels.finalize()
@@ -240,12 +260,14 @@ def test_what_a_capture_has_read_is_kept() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @on_ranks(2)
-def test_without_gpus_it_is_refused() -> None:
+def test_cuda_device_needs_a_gpu() -> None:
     group = faults.new_group()
     make = functools.partial(tpkernels.empty, 4, group=group)
-    endings = [faults.ending_of(functools.partial(make, device=on)) for on in ("cuda", "meta")]
-    on_gpu, elsewhere, on_host = [*endings, faults.ending_of(make)]
-    assert on_gpu.error == elsewhere.error == "NotImplementedError"
-    assert "rank 0 needs a GPU that is visible to torch" in on_gpu.text, on_gpu
-    assert elsewhere.text == "device is meta; a symmetric tensor can be on cpu or cuda"
+    endings = [
+        faults.record_ending(functools.partial(make, device=device)) for device in ("cuda", "meta")
+    ]
+    on_gpu, on_meta, on_host = [*endings, faults.record_ending(make)]
+    assert on_gpu.error == on_meta.error == "NotImplementedError"
+    assert "rank 0 needs a GPU that is visible to torch" in on_gpu.message, on_gpu
+    assert on_meta.message == "device is meta; a symmetric tensor can be on cpu or cuda"
     assert on_host.error == "", on_host

@@ -1,5 +1,5 @@
-"""Each code block of the README and of docs/ runs; the API reference is complete; no file that they
-name is missing."""
+"""The code blocks of the README and of docs/ run, the API reference is complete, and the referenced
+files exist."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from markdown_it import MarkdownIt
 from typer.testing import CliRunner
 
 import tpkernels
-from tests.nccl.test_communicator import NO_GPU, pretending
+from tests.nccl.test_communicator import NO_GPU, cpu_as_current_device
 from tests.support import served
 from tests.support.cases import RanksFixture
 from tests.support.fake_nccl import Build
 from tests.support.paths import ROOT
-from tests.support.processes import output_of
+from tests.support.processes import python_output
 from tests.support.tiers import sweep, thorough
 from tpkernels.cli import app
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# They take long, and tests of their own show that they work.
+# Long commands that have separate tests.
 SLOW = {"tpkernels bench", "tpkernels tune", "tpkernels demo", "tpkernels profile"}
 PUBLIC = ("", ".compile", ".mesh", ".nccl", ".nn", ".numerics", ".parallel")
 
@@ -43,7 +43,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def program(page: Path) -> str:
-    """The page's Python, from top to bottom: a block may use what those before it made."""
+    """Return the Python blocks of a page in order. A block may use names of earlier blocks."""
     return "\n".join(blocks(page, "python"))
 
 
@@ -57,7 +57,7 @@ def names(pages: list[Path]) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
-def test_all_blocks_are_of_a_kind_that_is_run(page: Path) -> None:
+def test_every_block_has_a_known_language(page: Path) -> None:
     for token in MarkdownIt().enable("table").parse(page.read_text()):
         assert token.type != "code_block", f"{page}: fence this, and name its language"
         if token.type == "fence" and not token.info.startswith("{"):
@@ -70,13 +70,13 @@ SCRIPTS = ["README.md", "docs/quickstart.md", "docs/index.md"]
 @pytest.mark.thorough
 @pytest.mark.parametrize("page", sweep(SCRIPTS))
 def test_scripts(page: str, tmp_path: Path) -> None:
-    """They start their ranks, and load a model that is small here."""
+    """The scripts start their ranks and load a small model."""
     pytest.importorskip("transformers")
     source, script = program(ROOT / page), tmp_path / "first.py"
-    named, count = re.subn(r'NAME = "\S+"', f'NAME = "{served.folder(tmp_path)}"', source)
+    changed_source, count = re.subn(r'NAME = "\S+"', f'NAME = "{served.folder(tmp_path)}"', source)
     assert count == (page != "docs/index.md")
-    script.write_text(named + "\nprint('ran')\n")
-    assert output_of(script).endswith("ran\n")
+    script.write_text(changed_source + "\nprint('ran')\n")
+    assert python_output(script).endswith("ran\n")
 
 
 def run_job(source: str, name: str) -> None:
@@ -105,10 +105,10 @@ def test_python_that_is_compiled(ranks: RanksFixture) -> None:
     ranks(2).run(run_job, program(ROOT / "docs" / "compile.md"), "compile.md", timeout=280)
 
 
-@pretending()
+@cpu_as_current_device()
 def nccl_job(path: str, source: str) -> None:
-    ours = functools.partial(tpkernels.nccl.Communicator, library=path)
-    with mock.patch.object(tpkernels.nccl, "Communicator", ours):
+    communicator = functools.partial(tpkernels.nccl.Communicator, library=path)
+    with mock.patch.object(tpkernels.nccl, "Communicator", communicator):
         run_job(source, "nccl.md")
 
 
@@ -122,12 +122,12 @@ def test_all_pages_with_python_are_run() -> None:
     assert {page.stem for page in PAGES if program(page)} == run
 
 
-def own_commands(page: Path) -> list[list[str]]:
-    return [words for words in commands(page) if words[0] == "tpkernels"]
+def tpkernels_commands(page: Path) -> list[list[str]]:
+    return [command for command in commands(page) if command[0] == "tpkernels"]
 
 
-def cost(page: Path) -> pytest.MarkDecorator | tuple[()]:
-    long = any(" ".join(words[:2]) in SLOW for words in own_commands(page))
+def slow_mark(page: Path) -> pytest.MarkDecorator | tuple[()]:
+    long = any(" ".join(command[:2]) in SLOW for command in tpkernels_commands(page))
     return pytest.mark.slow if long else ()
 
 
@@ -135,44 +135,44 @@ def cost(page: Path) -> pytest.MarkDecorator | tuple[()]:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=cost(page), id=name)
+        pytest.param(page, marks=slow_mark(page), id=name)
         for page, name in zip(PAGES, names(PAGES), strict=True)
-        if own_commands(page)
+        if tpkernels_commands(page)
     ],
 )
 def test_commands_of_tpkernels(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they stand there, one after the other in one folder."""
+    """Run the commands of a page in order, in one folder."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
-    for _, *words in own_commands(page):
-        result = CliRunner().invoke(app, words)
-        assert result.exit_code == 0, (words, result.output)
+    for _, *args in tpkernels_commands(page):
+        result = CliRunner().invoke(app, args)
+        assert result.exit_code == 0, (args, result.output)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
 def test_other_commands(page: Path) -> None:
-    """make has the targets; the package has the extras. Both are run by .ci/run."""
-    for words in commands(page):
-        if words[0] == "make":
-            subprocess.run([*words, "-n"], cwd=ROOT, check=True, timeout=60, capture_output=True)
-        elif words[:2] == ["pip", "install"]:
-            extras = set(re.findall(r"\w+", words[2]))
-            assert extras <= set(metadata("tpkernels").get_all("Provides-Extra") or ()), words
+    """make has the targets, and the package has the extras. .ci/run runs both."""
+    for command in commands(page):
+        if command[0] == "make":
+            subprocess.run([*command, "-n"], cwd=ROOT, check=True, timeout=60, capture_output=True)
+        elif command[:2] == ["pip", "install"]:
+            extras = set(re.findall(r"\w+", command[2]))
+            assert extras <= set(metadata("tpkernels").get_all("Provides-Extra") or ()), command
         else:
-            assert words[0] == "tpkernels", f"{page}: no test runs {words}"
+            assert command[0] == "tpkernels", f"{page}: no test runs {command}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
 def test_options_exist(page: Path) -> None:
     group: Any = typer.main.get_command(app)
-    for _, name, *options in own_commands(page):
+    for _, name, *options in tpkernels_commands(page):
         group.get_command(None, name).make_context(name, options)
 
 
 @pytest.mark.parametrize(
     ("picture", "results"), [("llama", "cpu-2core-llama"), ("ops", "cpu-2core-ops")]
 )
-def test_the_pictures_are_of_measured_results(picture: str, results: str) -> None:
+def test_pictures_show_measured_results(picture: str, results: str) -> None:
     path = f"docs/images/{picture}.svg"
     assert f"]({path})" in PAGES[0].read_text()
     assert path in (ROOT / f"benchmarks/results/{results}.md").read_text()
@@ -180,31 +180,35 @@ def test_the_pictures_are_of_measured_results(picture: str, results: str) -> Non
 
 
 def test_messages_of_troubleshooting() -> None:
-    """What stands in its first columns is in the code: between numbers, quotes and "..."."""
+    """The first columns quote messages of the code, apart from numbers, quotes and "..."."""
     sources = [*(ROOT / "tpkernels").rglob("*.py"), *(ROOT / "csrc").rglob("*.cpp")]
     code = "".join(path.read_text() for path in sources)
-    code = re.sub(r"""["']\s*f?["']""", "", code)  # adjacent literals are one
+    code = re.sub(r"""["']\s*f?["']""", "", code)  # joins adjacent literals
     rows = re.findall(r"^\| `(.+?)`", (ROOT / "docs/troubleshooting.md").read_text(), re.M)
-    parts = {
-        part.strip(" ,#") for row in rows for part in re.split(r"\.\.\.|['\":;()\[\]]|\d+", row)
+    fragments = {
+        fragment.strip(" ,#")
+        for row in rows
+        for fragment in re.split(r"\.\.\.|['\":;()\[\]]|\d+", row)
     }
-    wanted = {part for part in parts if len(part.split()) > 2}
-    assert len(rows) > 20 and not [part for part in wanted if part not in code]
+    messages = {fragment for fragment in fragments if len(fragment.split()) > 2}
+    assert len(rows) > 20 and not [fragment for fragment in messages if fragment not in code]
 
 
 @pytest.mark.parametrize("module", PUBLIC)
-def test_the_reference_has_all_that_is_public(module: str) -> None:
-    text = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.rst"))
-    there = set(
-        re.findall(r"^\.\. auto(?:function|class|exception):: (?:\w+\.)*(\w+)$", text, re.M)
+def test_the_reference_contains_every_public_name(module: str) -> None:
+    reference = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.rst"))
+    documented = set(
+        re.findall(r"^\.\. auto(?:function|class|exception):: (?:\w+\.)*(\w+)$", reference, re.M)
     )
     public = importlib.import_module(f"tpkernels{module}")
-    wanted = {name for name in public.__all__ if not isinstance(getattr(public, name), ModuleType)}
-    assert wanted and wanted <= there, wanted - there
+    expected = {
+        name for name in public.__all__ if not isinstance(getattr(public, name), ModuleType)
+    }
+    assert expected and expected <= documented, expected - documented
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
-def test_files_that_are_named_exist(page: Path) -> None:
+def test_referenced_files_exist(page: Path) -> None:
     folders = r"(?:tpkernels|csrc|tests|benchmarks|examples|docs)"
     for path in re.findall(rf"`({folders}/[\w./]*)`", page.read_text()):
         assert (ROOT / path).exists() or "X." in path, f"{page}: {path}"

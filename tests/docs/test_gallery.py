@@ -1,4 +1,4 @@
-"""The gallery of ParallelKernelBench: its problems are right, their functions short, and a wrong
+"""The gallery of ParallelKernelBench: its problems are right, its functions are short, and a wrong
 result is reported."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from examples.parallel_kernel_bench import __main__ as command
 from examples.parallel_kernel_bench import gallery
-from examples.parallel_kernel_bench.gallery import PROBLEMS, Case, Examined, Setup, examine
+from examples.parallel_kernel_bench.gallery import PROBLEMS, Case, ProblemResult, Setup, examine
 from tests.support.cases import RanksFixture
 from tests.support.paths import ROOT
 from tests.support.processes import python
@@ -21,27 +21,27 @@ from tests.support.tiers import thorough
 
 FOLDER = ROOT / "examples/parallel_kernel_bench"
 TABLE = ROOT / "benchmarks/results/cpu-2core-gallery.md"
-MOST_LINES = 10
+MAX_LINES = 10
 DEFAULT = {13, 20, 31, 42, 54, 82}
-EVERY = [(2, n) if n in DEFAULT else thorough(2, n) for n in sorted(PROBLEMS)]
-EVERY += [thorough(4, n) for n in sorted(PROBLEMS)]
+CASES = [(2, n) if n in DEFAULT else thorough(2, n) for n in sorted(PROBLEMS)]
+CASES += [thorough(4, n) for n in sorted(PROBLEMS)]
 
 
-@pytest.mark.parametrize(("world", "number"), EVERY)
+@pytest.mark.parametrize(("world", "number"), CASES)
 def test_a_problem(ranks: RanksFixture, world: int, number: int) -> None:
-    errors = [each.error for each in ranks(world).run(examine, number, False, 0)]
+    errors = [result.error for result in ranks(world).run(examine, number, False, 0)]
     assert max(errors) <= 1, errors
 
 
-def planted_job(damage: float, depth: int) -> Examined:
-    """Examine a product of which rank 1 gets one element wrong."""
+def planted_job(damage: float, depth: int) -> ProblemResult:
+    """Examine a matmul in which rank 1 gets one element wrong."""
 
-    def planted(at: Setup) -> Case:
-        x = at.normal(64, 64, shared=True)
+    def planted(setup: Setup) -> Case:
+        x = setup.normal(64, 64, shared=True)
 
         def ours() -> torch.Tensor:
             y = x @ x
-            y[5, 7] += damage * at.rank
+            y[5, 7] += damage * setup.rank
             return y
 
         return Case(lambda: x @ x, ours, depth)
@@ -53,7 +53,7 @@ def planted_job(damage: float, depth: int) -> Examined:
 
 def test_a_wrong_element_is_reported(ranks: RanksFixture, tmp_path: Path) -> None:
     file = tmp_path / "table.md"
-    planted = gallery.Problem(0, "planted", "a product with a wrong element", lambda at: Case)
+    planted = gallery.Problem(0, "planted", "a product with a wrong element", lambda setup: Case)
     with mock.patch.dict(PROBLEMS, {0: planted}):
         for damage, depth, wrong in ((1e-3, 64, True), (1e-5, 0, True), (1e-5, 64, False)):
             cells = command.row(ranks(2).run(planted_job, damage, depth))
@@ -62,25 +62,25 @@ def test_a_wrong_element_is_reported(ranks: RanksFixture, tmp_path: Path) -> Non
 
 
 def test_our_functions_are_short() -> None:
-    found = 0
+    count = 0
     for path in FOLDER.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name == "ours":
                 assert node.end_lineno is not None
-                assert node.end_lineno - node.lineno <= MOST_LINES, f"{path}:{node.lineno}"
-                found += 1
-    assert found > 20
+                assert node.end_lineno - node.lineno <= MAX_LINES, f"{path}:{node.lineno}"
+                count += 1
+    assert count > 20
 
 
 def test_problems_are_selected_by_number_and_name() -> None:
-    for word in ("13", "gemm_allreduce", "13_gemm_allreduce"):
-        assert [each.number for each in command.selected([word])] == [13]
-    assert len(command.selected([])) == len(PROBLEMS)
-    for word in ("99", "nothing", "12_gemm_allreduce", "_", ""):
+    for name in ("13", "gemm_allreduce", "13_gemm_allreduce"):
+        assert [problem.number for problem in command.select_problems([name])] == [13]
+    assert len(command.select_problems([])) == len(PROBLEMS)
+    for name in ("99", "nothing", "12_gemm_allreduce", "_", ""):
         with pytest.raises(
-            ValueError, match=rf"--only {word} matches no problem; expected numbers or names of 1_"
+            ValueError, match=rf"--only {name} matches no problem; expected numbers or names of 1_"
         ):
-            command.selected([word])
+            command.select_problems([name])
 
 
 @pytest.mark.slow
@@ -88,10 +88,10 @@ def test_the_command(tmp_path: Path) -> None:
     file = tmp_path / "table.md"
     module = ("-m", "examples.parallel_kernel_bench")
     options = ("--size", "small", "--repeat", 3, "--out", file)
-    ended = python(*module, "--only", 13, "1_allreduce", *options)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    result = python(*module, "--only", 13, "1_allreduce", *options)
+    assert result.returncode == 0, result.stdout + result.stderr
     assert re.findall(r"^\| (\d+) .*\d+\.\d\dx \| 0 \|", file.read_text(), re.M) == ["13", "1"]
-    assert "Median speed-up" in ended.stdout
+    assert "Median speed-up" in result.stdout
     for wrong in (("--only", "nothing"), ("--tp", 3), ("--repeat", 0)):
         assert python(*module, *wrong).returncode == 2
 

@@ -1,4 +1,4 @@
-"""What groups leave behind: no descriptors, no memory, no hang when the interpreter exits."""
+"""Groups release descriptors and memory, forks cannot use them, and the interpreter exits."""
 
 from __future__ import annotations
 
@@ -26,58 +26,59 @@ from tpkernels.symm import rendezvous
 
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034
 SEAL_SEAL, SEAL_SHRINK, SEAL_GROW = 1, 2, 4
-Held = tuple[int, int]  # descriptors, and mappings of workspaces
+Resources = tuple[int, int]  # number of descriptors and of mapped workspaces
 
 
-def _held() -> Held:
-    """Open descriptors, and mappings of our shared memory."""
+def _count_resources() -> Resources:
+    """Count the open descriptors and the mappings of our shared memory."""
     maps = Path("/proc/self/maps").read_text()
     return len(os.listdir("/proc/self/fd")), maps.count("memfd:tpkernels")
 
 
-def groups_job(count: int, how: str) -> tuple[Held, Held]:
-    """What is held after one group, and after ``count`` more, each of which is used and ends, or
-    fails to be set up."""
+def group_lifetimes_job(count: int, how: str) -> tuple[Resources, Resources]:
+    """Return the resources in use after one group and after ``count`` more. Each group is used and
+    ended, or its setup fails."""
 
     def fail(*_: object) -> None:
         raise ArithmeticError("simulated")
 
-    def use_one() -> None:
+    def use_group() -> None:
         group = faults.new_group()
         x = tpkernels.empty(60, 48, group=group)
         tpkernels.all_gather(x, group)
-        faults.run_op("matmul_all_reduce", group, "pipelined", rows=600)  # the workspace grows
+        # The workspace must grow for this call.
+        faults.run_op("matmul_all_reduce", group, "pipelined", rows=600)
         del x
         if how == "finalize":
             tpkernels.finalize()
         dist.destroy_process_group(group)
 
-    def fail_one() -> None:
-        group = faults.group_of(dist.new_group())
+    def fail_setup() -> None:
+        group = faults.require_group(dist.new_group())
         nbytes = 1 << 50 if how == "memory" else faults.WORKSPACE_BYTES
         if how != "timeout" or group.rank() != 1:
             timeout = 0.1 if how == "timeout" else faults.PATIENCE
-            ending = faults.ending_of(lambda: tpkernels.init(group, timeout, nbytes))
+            ending = faults.record_ending(lambda: tpkernels.init(group, timeout, nbytes))
             assert ending.error, "no failure"
         dist.barrier()
         dist.destroy_process_group(group)
 
     if how == "exception" and dist.get_rank() == 1:
-        rendezvous._Arena._map = fail  # type: ignore[assignment]
-    act = use_one if how in ("finalize", "destroy") else fail_one
+        rendezvous._ArenaSetup._map = fail  # type: ignore[assignment]
+    act = use_group if how in ("finalize", "destroy") else fail_setup
     act()
-    first = _held()
+    first = _count_resources()
     for _ in range(count):
         act()
-    return first, _held()
+    return first, _count_resources()
 
 
 @pytest.mark.parametrize(
-    "how", sweep(["finalize", "exception", "timeout", "memory", "destroy"], 2, later=3)
+    "how", sweep(["finalize", "exception", "timeout", "memory", "destroy"], 2, num_thorough=3)
 )
-def test_groups_leave_nothing_behind(how: str) -> None:
+def test_groups_release_their_resources(how: str) -> None:
     with faults.watched_ranks(3) as ranks:
-        for first, last in ranks.run(groups_job, 3, how):
+        for first, last in ranks.run(group_lifetimes_job, 3, how):
             assert last == first, "descriptors, mappings"
             assert last[1] == 0
 
@@ -92,7 +93,7 @@ def test_shared_memory_has_no_name_and_no_open_descriptor() -> None:
     lines = [line for line in lines if "memfd:tpkernels (" in line] + [
         f"open: {link}" for link in links if "memfd:tpkernels (" in link
     ]
-    assert len(lines) >= 2, lines  # workspace, symmetric tensor
+    assert len(lines) >= 2, lines  # the workspace and the symmetric tensor
     for line in lines:
         assert "rw-s" in line and line.endswith("/memfd:tpkernels (deleted)"), line
 
@@ -123,16 +124,16 @@ def test_a_released_symmetric_tensor_is_an_error_on_all_ranks() -> None:
         shard = torch.ones(6, 8)
         del x
     dist.barrier()
-    first = faults.ending_of(lambda: tpkernels.all_gather(shard, group))
-    then = faults.ending_of(lambda: faults.run_op("all_gather", group))
+    first = faults.record_ending(lambda: tpkernels.all_gather(shard, group))
+    then = faults.record_ending(lambda: faults.run_op("all_gather", group))
     assert first.error == "CollectiveMismatchError", first
-    assert "passes a symmetric tensor that this rank has released" in first.text, first
+    assert "passes a symmetric tensor that this rank has released" in first.message, first
     assert first.seconds < faults.PROMPT, first
     assert then.error == "GroupBrokenError", then
 
 
-# The exit of the interpreter. The ranks are forks, which save the import, of a process that ends as
-# any other does.
+# Exit of the interpreter. The script imports torch once and forks the ranks, which saves time.
+# Forked ranks exit like any process.
 
 _RANKS = """
 import os, signal, sys, threading, time
@@ -207,7 +208,7 @@ _ENDS = {
 
 @pytest.mark.slow
 def test_the_interpreter_exits_in_time(tmp_path: Path) -> None:
-    begin = time.monotonic()
+    start = time.monotonic()
     ends = map(textwrap.dedent, _ENDS.values())
     ended = subprocess.run(
         [sys.executable, "-c", _RANKS, str(tmp_path / "store"), *ends],
@@ -218,27 +219,27 @@ def test_the_interpreter_exits_in_time(tmp_path: Path) -> None:
         check=False,
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
     )
-    assert time.monotonic() - begin < 40
-    # The ranks say nothing.
+    assert time.monotonic() - start < 40
+    # The ranks print nothing, so stdout has only the exit codes.
     codes = [[0, 0, -9 if "killed" in end else 0] for end in _ENDS]
-    assert ended.stdout.splitlines() == [str(each) for each in codes], ended.stdout
+    assert ended.stdout.splitlines() == [str(exit_codes) for exit_codes in codes], ended.stdout
 
 
-# Forks of a rank: they cannot take its place in a call, and their exit does it no harm.
+# Forks of a rank: they cannot use the group, and their exit does not disturb the rank.
 
 
 WORLD = 2
 
 
-def refused(use: Callable[[], object]) -> str:
-    """Returns "" if the group says that it belongs to another process."""
-    ending = faults.ending_of(use)
-    if ending.error != "GroupBrokenError" or "was forked from it" not in ending.text:
+def check_refused(call: Callable[[], object]) -> str:
+    """Return "" if the group belongs to another process and refuses the call, else the error."""
+    ending = faults.record_ending(call)
+    if ending.error != "GroupBrokenError" or "was forked from it" not in ending.message:
         return str(ending)
-    return "" if f"belongs to process {os.getppid()}" in ending.text else ending.text
+    return "" if f"belongs to process {os.getppid()}" in ending.message else ending.message
 
 
-def uses(group: dist.ProcessGroup) -> list[Callable[[], object]]:
+def group_calls(group: dist.ProcessGroup) -> list[Callable[[], object]]:
     return [
         lambda: tpkernels.all_reduce(torch.full((9,), 100.0), group),
         lambda: tpkernels.all_gather(torch.ones(2, 3), group, algorithm="unfused"),
@@ -251,20 +252,20 @@ def uses(group: dist.ProcessGroup) -> list[Callable[[], object]]:
 @pytest.mark.parametrize(("used_before", "ends"), sweep([(True, True), (False, False)]))
 @on_ranks(WORLD)
 def test_a_fork_is_not_a_rank(used_before: bool, ends: bool) -> None:
-    """Rank 0's child tries to use the group and finalizes; then the ranks go on."""
-    group, rank = faults.group_of(dist.new_group()), dist.get_rank()
+    """The child of rank 0 cannot use the group, and may finalize. Then the ranks run more calls."""
+    group, rank = faults.require_group(dist.new_group()), dist.get_rank()
     if used_before:
         faults.run_op("all_reduce", group)
 
     def child() -> str:
-        errors = "".join(refused(use) for use in uses(group))
+        errors = "".join(check_refused(call) for call in group_calls(group))
         if ends:
             tpkernels.finalize()
             gc.collect()
         return errors
 
     if rank == 0:
-        outcome = faults.in_child(child)
+        outcome = faults.run_in_child(child)
         assert outcome == "fine", outcome
     for _ in range(3):
         got = tpkernels.all_reduce(torch.ones(9), group)
@@ -273,23 +274,24 @@ def test_a_fork_is_not_a_rank(used_before: bool, ends: bool) -> None:
 
 
 @on_ranks(WORLD)
-def test_a_fork_frees_no_destroyed_process_group() -> None:
-    """Gloo's destructor waits for threads that a fork has not."""
-    kept = [faults.new_group()]
-    faults.run_op("all_reduce", kept[0])
-    dist.destroy_process_group(kept[0])
+def test_a_fork_can_drop_a_destroyed_process_group() -> None:
+    """The gloo destructor would wait for threads that do not exist in the fork."""
+    destroyed = [faults.new_group()]
+    faults.run_op("all_reduce", destroyed[0])
+    dist.destroy_process_group(destroyed[0])
 
     def free() -> str:
-        kept.clear()
+        destroyed.clear()
         gc.collect()
         return ""
 
-    assert (outcome := faults.in_child(free)) == "fine", outcome
+    assert (outcome := faults.run_in_child(free)) == "fine", outcome
 
 
 @on_ranks(WORLD)
 def test_a_fork_during_a_call_of_another_thread() -> list[str]:
-    """A thread of rank 0 waits in a call, so the fork inherits the lock in its locked state."""
+    """A thread of rank 0 waits in a call, so the fork inherits a locked group lock. Calls in the
+    fork are refused."""
     group, rank = faults.new_group(), dist.get_rank()
     faults.run_op("all_reduce", group)
     if rank == 1:
@@ -297,10 +299,12 @@ def test_a_fork_during_a_call_of_another_thread() -> list[str]:
         faults.run_op("all_reduce", group)
         return []
     failures: list[str] = []
-    call = threading.Thread(target=lambda: faults.run_op("all_reduce", group))
-    call.start()
+    call_thread = threading.Thread(target=lambda: faults.run_op("all_reduce", group))
+    call_thread.start()
     while not groups.get(group.group_name).in_call:
         time.sleep(0.001)
-    outcome = faults.in_child(lambda: "".join(refused(use) for use in uses(group)))
-    call.join()
+    outcome = faults.run_in_child(
+        lambda: "".join(check_refused(call) for call in group_calls(group))
+    )
+    call_thread.join()
     return failures + ([outcome] if outcome != "fine" else [])

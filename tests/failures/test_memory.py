@@ -1,5 +1,8 @@
-"""Memory runs out: on one rank within an op, after which its peers must not mistake its next call
-for the one that it left; and where shared memory is set up."""
+"""Tests of memory shortage: an allocation fails on one rank during an op, or shared memory cannot
+be set up.
+
+After an op fails, the peers must not mistake the next call of that rank for the call that it left.
+"""
 
 from __future__ import annotations
 
@@ -17,61 +20,72 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
-from tests.support.faults import CASES, CASES_APART, Ending
+from tests.support.faults import CASES, SCALED_AND_ROUTED_CASES, Ending
 from tests.support.ranked import on_ranks
 from tests.support.tiers import sweep
 from tpkernels.ops import autograd
 
 WORLD, POOR = 3, 1
-RANKS = 4  # of those that set up shared memory
-EACH = [("all_reduce_", "direct"), ("matmul_reduce_scatter", "pipelined"), ("all_gather", "ring")]
-EACH += [("matmul_all_reduce", "unfused"), ("all_gather_matmul", "direct")]
+RANKS = 4  # world size of the tests of shared memory
+FIRST_CASES = [
+    ("all_reduce_", "direct"),
+    ("matmul_reduce_scatter", "pipelined"),
+    ("all_gather", "ring"),
+]
+FIRST_CASES += [("matmul_all_reduce", "unfused"), ("all_gather_matmul", "direct")]
 
 
 @contextmanager
-def no_memory(at: int) -> Iterator[list[int]]:
-    """Makes the ops' ``at``-th allocation fail; yields how many there were."""
-    made = [0]
+def no_memory(number: int) -> Iterator[list[int]]:
+    """Make allocation ``number`` of the block fail; yield a list with the count of allocations."""
+    count = [0]
 
-    def poor(allocate: Callable[..., Any]) -> Callable[..., Any]:
-        def allocating(*args: Any, **options: Any) -> Any:
-            made[0] += 1
-            if made[0] == at:
+    def failing(allocate: Callable[..., Any]) -> Callable[..., Any]:
+        def allocate_or_fail(*args: Any, **options: Any) -> Any:
+            count[0] += 1
+            if count[0] == number:
                 raise MemoryError("simulated")
             return allocate(*args, **options)
 
-        return allocating
+        return allocate_or_fail
 
     with (
-        mock.patch.object(torch, "empty", poor(torch.empty)),
-        mock.patch.object(torch, "mm", poor(torch.mm)),
-        mock.patch.object(torch, "addmm", poor(torch.addmm)),
+        mock.patch.object(torch, "empty", failing(torch.empty)),
+        mock.patch.object(torch, "mm", failing(torch.mm)),
+        mock.patch.object(torch, "addmm", failing(torch.addmm)),
     ):
-        yield made
+        yield count
 
 
-def poor_job(op: str, algorithm: str, at: int) -> tuple[list[Ending], bool]:
-    """The endings of two calls that differ only in their values; whether an allocation failed."""
+def shortage_job(op: str, algorithm: str, number: int) -> tuple[list[Ending], bool]:
+    """Return the endings of two calls with different values, and whether an allocation failed."""
     group = faults.new_group()
-    poor = group.rank() == POOR
+    fails = group.rank() == POOR
 
     def call(value: float) -> None:
         faults.run_op(op, group, algorithm, 6, value=value, converts=True)
 
     call(3.0)
-    with no_memory(at if poor else 0) as made:
-        first = faults.ending_of(lambda: call(1.0))
-    lacked = poor and made[0] >= at  # otherwise the call had fewer allocations
-    return [first, faults.ending_of(lambda: call(2.0))], lacked
+    with no_memory(number if fails else 0) as count:
+        first = faults.record_ending(lambda: call(1.0))
+    failed = fails and count[0] >= number  # False if the call has fewer allocations
+    return [first, faults.record_ending(lambda: call(2.0))], failed
 
 
 @pytest.mark.parametrize(
     ("op", "algorithm"),
-    sweep([*EACH, *(case for case in [*CASES, *CASES_APART] if case not in EACH)], 3, later=3),
+    sweep(
+        [
+            *FIRST_CASES,
+            *(case for case in [*CASES, *SCALED_AND_ROUTED_CASES] if case not in FIRST_CASES),
+        ],
+        3,
+        num_thorough=3,
+    ),
 )
 def test_no_memory_anywhere_in_an_op(ranks: RanksFixture, op: str, algorithm: str) -> None:
-    for at in range(1, 40):
-        results = ranks(WORLD).run(poor_job, op, algorithm, at, timeout=100)
+    for number in range(1, 40):
+        results = ranks(WORLD).run(shortage_job, op, algorithm, number, timeout=100)
         if not results[POOR][1]:
             assert not any(ending.error for endings, _ in results for ending in endings), results
             break
@@ -81,17 +95,17 @@ def test_no_memory_anywhere_in_an_op(ranks: RanksFixture, op: str, algorithm: st
             if rank == POOR:
                 assert errors == ["MemoryError", "GroupBrokenError"], endings
                 continue
-            # The others may have received all they need from it before.
+            # The peers may have received all its data before the failure.
             assert errors in (["PeerLostError", "GroupBrokenError"], ["", "PeerLostError"]), endings
             lost = endings[errors.index("PeerLostError")]
-            assert lost.peer == POOR and "MemoryError: simulated" in lost.text, lost
+            assert lost.peer == POOR and "MemoryError: simulated" in lost.message, lost
     else:
         pytest.fail("more than 40 allocations")
-    assert at > 1, "nothing was allocated"
+    assert number > 1, "nothing was allocated"
 
 
 def backward_job(op: str) -> list[Ending]:
-    """One rank fails in its backward, before or after the collective."""
+    """The weight gradient fails on one rank, before or after the collective of the backward."""
     group = faults.new_group()
     x = torch.ones(6, 6, requires_grad=True)
     w = torch.ones(6, 6, requires_grad=True)
@@ -102,16 +116,16 @@ def backward_job(op: str) -> list[Ending]:
 
     step()
     if group.rank() == POOR:
-        product: Callable[..., Any] = autograd.WeightGrad.product
+        compute: Callable[..., Any] = autograd.WeightGrad.compute
 
         def fail(*_: Any) -> None:
             raise MemoryError("simulated")
 
-        autograd.WeightGrad.product = fail  # type: ignore[method-assign, assignment]
-        first = faults.ending_of(step)
-        autograd.WeightGrad.product = product  # type: ignore[method-assign]
-        return [first, faults.ending_of(step)]
-    return [faults.ending_of(step), faults.ending_of(step)]
+        autograd.WeightGrad.compute = fail  # type: ignore[method-assign, assignment]
+        first = faults.record_ending(step)
+        autograd.WeightGrad.compute = compute  # type: ignore[method-assign]
+        return [first, faults.record_ending(step)]
+    return [faults.record_ending(step), faults.record_ending(step)]
 
 
 @pytest.mark.parametrize("op", sweep(["all_gather_matmul", "matmul_reduce_scatter"]))
@@ -125,28 +139,28 @@ def test_no_memory_in_a_backward(op: str) -> None:
             assert "PeerLostError" in (first.error, then.error), (first, then)
 
 
-# Shared memory.
+# Setup of shared memory.
 
 
 @pytest.mark.parametrize("nbytes", sweep([1 << 50, 1 << 44, 1 << 56]))
 @on_ranks(RANKS)
 def test_too_large_a_workspace_is_an_error_on_all_ranks(nbytes: int) -> None:
-    group = faults.group_of(dist.new_group())
-    first = faults.ending_of(lambda: tpkernels.init(group, faults.PATIENCE, nbytes))
+    group = faults.require_group(dist.new_group())
+    first = faults.record_ending(lambda: tpkernels.init(group, faults.PATIENCE, nbytes))
     tpkernels.init(group, faults.PATIENCE, faults.WORKSPACE_BYTES)
-    then = faults.ending_of(lambda: faults.run_op("matmul_all_reduce", group))
+    then = faults.record_ending(lambda: faults.run_op("matmul_all_reduce", group))
     assert first.error == "MemoryError" and first.seconds < faults.PROMPT, first
-    assert "cannot map" in first.text or "cannot size" in first.text, first
-    assert "pass tpkernels.init a workspace_bytes smaller than" in first.text, first
+    assert "cannot map" in first.message or "cannot size" in first.message, first
+    assert "pass tpkernels.init a workspace_bytes smaller than" in first.message, first
     assert not then.error, then
 
 
 @contextmanager
-def little_address_space(room: int) -> Any:
-    """Lets this process map only ``room`` more bytes during the block."""
+def little_address_space(nbytes: int) -> Any:
+    """Let this process map only ``nbytes`` more bytes during the block."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + room, hard))
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + nbytes, hard))
     try:
         yield
     finally:
@@ -154,12 +168,16 @@ def little_address_space(room: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("poor", "step"), sweep([((1, 3), "init"), ((0,), "empty"), ((0, 1, 2, 3), "init")], later=2)
+    ("poor", "step"),
+    sweep([((1, 3), "init"), ((0,), "empty"), ((0, 1, 2, 3), "init")], num_thorough=2),
 )
 @on_ranks(RANKS)
-def test_memory_that_one_rank_lacks_is_an_error_on_all(poor: tuple[int, ...], step: str) -> None:
-    """Some ranks cannot map what the others can."""
-    group, other = faults.group_of(dist.new_group()), faults.new_group()
+def test_too_little_memory_on_some_ranks_is_an_error_on_all(
+    poor: tuple[int, ...], step: str
+) -> None:
+    """The ranks in ``poor`` have too little address space to map the memory. All ranks raise
+    `MemoryError`, and a smaller setup succeeds."""
+    group, other_group = faults.require_group(dist.new_group()), faults.new_group()
     if step == "empty":
         tpkernels.init(group, faults.PATIENCE, faults.WORKSPACE_BYTES)
 
@@ -171,14 +189,14 @@ def test_memory_that_one_rank_lacks_is_an_error_on_all(poor: tuple[int, ...], st
 
     if group.rank() in poor:
         with little_address_space(100 << 20):
-            first = faults.ending_of(call)
+            first = faults.record_ending(call)
     else:
-        first = faults.ending_of(call)
-    faults.run_op("all_gather", other)
+        first = faults.record_ending(call)
+    faults.run_op("all_gather", other_group)
     if step == "init":
         tpkernels.init(group, faults.PATIENCE, faults.WORKSPACE_BYTES)
-    then = faults.ending_of(lambda: faults.run_op("all_gather", group))
+    then = faults.record_ending(lambda: faults.run_op("all_gather", group))
     assert first.error == "MemoryError" and first.seconds < faults.PROMPT, first
-    assert "cannot create shared memory for the group: rank" in first.text, first
-    assert "cannot map" in first.text and "Cannot allocate memory" in first.text, first
+    assert "cannot create shared memory for the group: rank" in first.message, first
+    assert "cannot map" in first.message and "Cannot allocate memory" in first.message, first
     assert not then.error, then

@@ -1,4 +1,4 @@
-"""Ranks in different calls: each of them raises at once and names both calls."""
+"""Ranks in different calls: every rank raises promptly, and the message names both calls."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ BF16, F16 = torch.bfloat16, torch.float16
 
 
 def _op(name: str, *tensors: torch.Tensor, **options: Any) -> Run:
-    """A call, by the algorithm that the test asks for, unless it has its own."""
-    op = getattr(tpkernels, name)
-    return lambda group, way: op(*tensors, group, **{"algorithm": way, **options})
+    """Return a call with the algorithm of the test, unless ``options`` pass one."""
+    function = getattr(tpkernels, name)
+    return lambda group, algorithm: function(*tensors, group, **{"algorithm": algorithm, **options})
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Run:
-    return lambda group, way: tpkernels.empty(*shape, group=group, dtype=dtype)
+    return lambda group, algorithm: tpkernels.empty(*shape, group=group, dtype=dtype)
 
 
 def _growth(k: int) -> Run:
@@ -50,7 +50,7 @@ def _growth(k: int) -> Run:
 
 
 def _column_backward(rows: int) -> Run:
-    def run(group: dist.ProcessGroup, way: str) -> None:
+    def run(group: dist.ProcessGroup, algorithm: str) -> None:
         (y,) = column_matmul(_x(rows).requires_grad_(), [W], group, [None])
         y.sum().backward()
 
@@ -58,16 +58,17 @@ def _column_backward(rows: int) -> Run:
 
 
 def _scaled_gather(scale: torch.Tensor, k: int) -> Run:
-    """The packed rows have 16 bytes in either case."""
+    """Return a scaled gather. Packed rows have 16 bytes in both cases that the tests use."""
     x, w = _x(6, k).to(torch.float8_e4m3fn), torch.ones(k, 3).to(torch.float8_e4m3fn)
     return _op("all_gather_scaled_matmul", x, w, scale, torch.ones([]))
 
 
-# What the ranks call, and what the odd one calls meanwhile.
+# For each name: the call of most ranks, and the call of the odd rank.
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 NARROW = _x(dtype=BF16), W.to(BF16)
 PAIRS: dict[str, tuple[Run, Run]] = {
-    "collectives": (_op("all_gather", _x()), _op("all_reduce", _x(18))),  # the same bytes
+    # Both transfer the same number of bytes.
+    "collectives": (_op("all_gather", _x()), _op("all_reduce", _x(18))),
     "fused ops": (_op(SCATTER, _x(), W), _op(REDUCE, _x(), W)),
     "matmul or not": (_op(SCATTER, _x(), W), _op("reduce_scatter", _x(6, 3))),
     "rows": (_op("all_reduce", _x(6)), _op("all_reduce", _x(7))),
@@ -103,7 +104,8 @@ PAIRS: dict[str, tuple[Run, Run]] = {
     "symmetric shape": (_empty(6, 8), _empty(6, 800)),
     "symmetric dtype": (_empty(6, 8, dtype=BF16), _empty(6, 8, dtype=F16)),
 }
-# Among ranks of several hosts messages must not be confused: gloo ends a process if sizes differ.
+# Pairs for simulated hosts. Messages of different calls must not be confused there: gloo ends the
+# process if the sizes differ.
 APART = [
     ("columns", "unfused"),
     ("collectives", "ring"),
@@ -113,28 +115,31 @@ APART += [("same bytes, other dtype", "hierarchical"), ("matmul or not", "ring")
 
 
 def mismatch_job(pair: str, late: bool, hosts: str, algorithm: str) -> Report:
-    """The odd rank is late, or all the others are."""
-    kept = [on_hosts(hosts), on_hosts(hosts)] if hosts else [nullcontext(), nullcontext()]
-    with kept[0]:
+    """Run a pair of calls. The odd rank starts late if ``late``, else the usual ranks do."""
+    simulated_hosts = (
+        [on_hosts(hosts), on_hosts(hosts)] if hosts else [nullcontext(), nullcontext()]
+    )
+    with simulated_hosts[0]:
         group, rank = faults.new_group(), dist.get_rank()
-    others = [faults.new_group()]
+    other_groups = [faults.new_group()]
     faults.run_op("all_gather", group, algorithm)
     usual, odd = PAIRS[pair]
     if late == (rank == ODD):
         time.sleep(LATE_SECONDS)
     run = odd if rank == ODD else usual
-    report = faults.report_of(lambda: run(group, algorithm), group, others)
-    with kept[1]:
+    report = faults.record_report(lambda: run(group, algorithm), group, other_groups)
+    with simulated_hosts[1]:
         new = faults.new_group()
     for run in PAIRS[pair]:
-        report.others.append(faults.ending_of(lambda run=run: run(new, algorithm)))
-    for made in (group, *others, new):  # at once, whatever the peers are still doing
-        dist.destroy_process_group(made)
+        report.other_groups.append(faults.record_ending(lambda run=run: run(new, algorithm)))
+    # Destroyed immediately: the peers may still be in their calls.
+    for used_group in (group, *other_groups, new):
+        dist.destroy_process_group(used_group)
     return report
 
 
 def skipped_call_job() -> Report:
-    """The odd rank skips a call."""
+    """The odd rank skips one call out of 20."""
     group = faults.new_group()
 
     def calls() -> None:
@@ -143,10 +148,10 @@ def skipped_call_job() -> Report:
                 faults.run_op("all_gather", group)
             faults.run_op("all_reduce", group)
 
-    return faults.report_of(calls, group, [])
+    return faults.record_report(calls, group, [])
 
 
-_TEXT = re.compile(
+_MESSAGE = re.compile(
     r"^rank (\d) is in (.+), but rank (\d)(?: \(pid (\d+)\))? is in (.+?)"
     r"(?:, both as call #\d+ of the group)?\. The group is broken"
 )
@@ -155,24 +160,28 @@ _TEXT = re.compile(
 def _require_mismatch(reports: list[Report], pids: list[int]) -> tuple[str, str]:
     for report in reports:
         faults.require_broken(report)
-    return _both_calls([report.first for report in reports], pids)
+    return _parse_both_calls([report.first for report in reports], pids)
 
 
-def _both_calls(endings: list[Ending], pids: list[int]) -> tuple[str, str]:
-    """The calls that the ranks and the odd one were in; all ranks must name the same two."""
+def _parse_both_calls(endings: list[Ending], pids: list[int]) -> tuple[str, str]:
+    """Return the usual and the odd call. All messages must name the same two calls."""
     seen = set()
     for rank, first in enumerate(endings):
         assert first.error == "CollectiveMismatchError", first
         assert first.seconds < LATE_SECONDS + faults.PROMPT, first
-        match = _TEXT.match(first.text)
+        match = _MESSAGE.match(first.message)
         assert match is not None, first
-        own, peer = int(match[1]), int(match[3])
-        assert own == rank and peer == first.peer and (own == ODD) != (peer == ODD), first
+        reporting_rank, peer = int(match[1]), int(match[3])
+        assert (
+            reporting_rank == rank
+            and peer == first.peer
+            and (reporting_rank == ODD) != (peer == ODD)
+        ), first
         assert match[4] in (None, str(pids[peer])), first
         seen.add((match[2], match[5]) if peer == ODD else (match[5], match[2]))
-    (both,) = seen
-    assert both[0] != both[1]
-    return both
+    (named_calls,) = seen
+    assert named_calls[0] != named_calls[1]
+    return named_calls
 
 
 @pytest.mark.parametrize(("pair", "late"), [("collectives", False), ("growth", True)])
@@ -181,7 +190,7 @@ def test_a_mismatch_reaches_all(ranks: RanksFixture, pair: str, late: bool) -> N
     _require_mismatch(pool.run(mismatch_job, pair, late, "", "auto"), pool.pids)
 
 
-@pytest.mark.parametrize(("pair", "algorithm"), sweep(APART, 2, later=3))
+@pytest.mark.parametrize(("pair", "algorithm"), sweep(APART, 2, num_thorough=3))
 def test_a_mismatch_reaches_the_ranks_of_several_hosts(
     ranks: RanksFixture, pair: str, algorithm: str
 ) -> None:
@@ -190,12 +199,12 @@ def test_a_mismatch_reaches_the_ranks_of_several_hosts(
 
 
 def pairs_job(pairs: list[str]) -> list[Ending]:
-    """How the calls of each pair end, each on a group of its own."""
+    """Return the ending of the local call of each pair; every pair uses a new group."""
     endings = []
     for pair in pairs:
         group = faults.new_group()
         run = PAIRS[pair][dist.get_rank() == ODD]
-        endings.append(faults.ending_of(lambda run=run, group=group: run(group, "auto")))
+        endings.append(faults.record_ending(lambda run=run, group=group: run(group, "auto")))
         dist.destroy_process_group(group)
     return endings
 
@@ -204,13 +213,13 @@ def pairs_job(pairs: list[str]) -> list[Ending]:
 def test_every_difference_is_seen(ranks: RanksFixture) -> None:
     pool = ranks(WORLD)
     for pair, *endings in zip(PAIRS, *pool.run(pairs_job, list(PAIRS)), strict=True):
-        assert len(_both_calls(endings, pool.pids)) == 2, pair
+        assert len(_parse_both_calls(endings, pool.pids)) == 2, pair
 
 
 def test_both_calls_are_named(ranks: RanksFixture) -> None:
     pool = ranks(WORLD)
     endings = [first for (first,) in pool.run(pairs_job, ["columns"])]
-    usual, odd = _both_calls(endings, pool.pids)
+    usual, odd = _parse_both_calls(endings, pool.pids)
     assert usual == "all_gather([18, 8] float32, dim 0: 6 per rank) [direct]"
     assert odd == "all_gather([18, 900] float32, dim 0: 6 per rank) [direct]"
 
@@ -222,22 +231,23 @@ def test_a_skipped_call_is_detected(ranks: RanksFixture) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("options", "option"),
     [
         ({"timeout": 21.0}, "timeout=21.0"),
         ({"workspace_bytes": (1 << 17) + 64}, "workspace_bytes=131136"),
-        ({"timeout": 30.0}, "timeout_on_gpus=30.0"),  # the default on CPUs only
+        # 30 s is the default on CPUs but not on GPUs.
+        ({"timeout": 30.0}, "timeout_on_gpus=30.0"),
     ],
 )
 @on_ranks(WORLD)
-def test_other_options_of_init_are_refused(options: dict[str, Any], text: str) -> None:
-    group = faults.group_of(dist.new_group())
-    mine = options if group.rank() == ODD else {}
-    first = faults.ending_of(lambda: tpkernels.init(group, **mine))
-    for _ in range(2):  # the same again is fine
+def test_different_options_of_init_are_refused(options: dict[str, Any], option: str) -> None:
+    group = faults.require_group(dist.new_group())
+    local_options = options if group.rank() == ODD else {}
+    first = faults.record_ending(lambda: tpkernels.init(group, **local_options))
+    for _ in range(2):  # repeating the same options is accepted
         tpkernels.init(group)
     faults.run_op("all_gather", group)
-    assert first.error == "ValueError" and "all ranks must pass the same options" in first.text, (
-        first
-    )
-    assert first.seconds < faults.PROMPT and text in first.text, first
+    assert (
+        first.error == "ValueError" and "all ranks must pass the same options" in first.message
+    ), first
+    assert first.seconds < faults.PROMPT and option in first.message, first

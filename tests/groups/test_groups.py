@@ -1,4 +1,4 @@
-"""Ops on every kind of group: subgroups, mesh dims, names, several groups at once, threads."""
+"""Ops on every kind of group: subgroups, mesh dims, group names, several groups and threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import tpkernels
 from tests.support import faults
 from tests.support.cases import one_of_each
-from tests.support.ranked import apart, check_cases, check_job, fresh_group, on_ranks
+from tests.support.ranked import check_cases, check_job, fresh_group, on_ranks, separate_hosts
 from tests.support.tiers import sweep
 from tpkernels import groups
 from tpkernels.groups import GroupLike
@@ -33,8 +33,9 @@ from tpkernels.planning.table import Table
 from tpkernels.symm import colocation, host
 
 
-def after_initialising_again() -> list[str]:
-    """Groups and meshes from before are refused, although new groups have their names."""
+def reinitialization_job() -> list[str]:
+    """Groups and meshes of an earlier initialization are refused, even if their names are in
+    use."""
     store, rank = distributed_c10d._get_default_store(), dist.get_rank()
     first, mesh = dist.new_group([0, 1]), init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
     name = mesh.get_group().group_name
@@ -48,17 +49,17 @@ def after_initialising_again() -> list[str]:
         failures.append("torch gives other names now, and this test shows nothing")
     for group in (second, dist.group.WORLD):
         tpkernels.init(group, timeout=5.0)
-    for kept in (first, mesh, (mesh, "tp")):
-        if rank == 2 and kept is first:
-            continue  # this rank never was in it
+    for old in (first, mesh, (mesh, "tp")):
+        if rank == 2 and old is first:
+            continue  # rank 2 was never a member
         with pytest.raises(ValueError, match="was destroyed"):
-            tpkernels.all_reduce(torch.full((3,), 10.0**rank), kept)
+            tpkernels.all_reduce(torch.full((3,), 10.0**rank), old)
     return failures + check_cases(one_of_each(3)[:4], second)
 
 
-def test_what_was_kept_from_before_another_initialisation() -> None:
+def test_groups_of_an_earlier_initialization_are_refused() -> None:
     with Ranks(3) as ranks:
-        check_job(ranks, after_initialising_again)
+        check_job(ranks, reinitialization_job)
 
 
 @pytest.mark.parametrize("world", sweep([2, 1]))
@@ -75,15 +76,15 @@ def test_a_group_of_all_ranks() -> list[str]:
 def test_dims_of_a_mesh() -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
-    ways: list[tuple[GroupLike, dist.ProcessGroup]] = [
+    group_likes: list[tuple[GroupLike, dist.ProcessGroup]] = [
         ((mesh, 0), dp),
         (mesh["dp"], dp),
         ((mesh, "tp"), tp),
         ((mesh, 1), tp),
     ]
     failures = []
-    for way, group in ways:
-        failures += check_cases(one_of_each(group.size()), group, way)
+    for group_like, group in group_likes:
+        failures += check_cases(one_of_each(group.size()), group, group_like)
     with pytest.raises(ValueError, match="2 dims"):
         tpkernels.all_reduce(torch.ones(3), mesh)
     return failures
@@ -93,9 +94,9 @@ def test_dims_of_a_mesh() -> list[str]:
 @on_ranks(4)
 def test_sub_groups(members: Sequence[Sequence[int]]) -> list[str]:
     """Every rank runs on the subgroups in ``members`` that contain it."""
-    made = [dist.new_group(list(ranks)) for ranks in members]
+    subgroups = [dist.new_group(list(ranks)) for ranks in members]
     failures = []
-    for group, ranks in zip(made, members, strict=True):
+    for group, ranks in zip(subgroups, members, strict=True):
         if dist.get_rank() in ranks:
             assert isinstance(group, dist.ProcessGroup)
             failures += check_cases(one_of_each(len(ranks)), group)
@@ -103,7 +104,7 @@ def test_sub_groups(members: Sequence[Sequence[int]]) -> list[str]:
 
 
 class Worker:
-    """A thread that makes the calls it is told to, one by one."""
+    """A thread that runs calls on request, one at a time."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -126,17 +127,17 @@ class Worker:
 
 @contextlib.contextmanager
 def workers(group: dist.ProcessGroup) -> Iterator[tuple[Worker, Worker]]:
-    made = Worker(group), Worker(group)
+    pair = Worker(group), Worker(group)
     try:
-        yield made
+        yield pair
     finally:
-        for worker in made:
+        for worker in pair:
             worker._todo.put(0.0)
 
 
 @on_ranks(2)
 def test_threads_whose_calls_cross_are_a_mismatch() -> None:
-    """The ranks' threads make equal calls, but the last in another order on rank 1."""
+    """Two threads per rank make equal calls, but on rank 1 they swap the last call."""
     group, rank = faults.new_group(), dist.get_rank()
     with workers(group) as (first, second):
         assert [first(1.0), second(10.0), first(1.0)] == [2.0, 20.0, 2.0]
@@ -148,8 +149,8 @@ def test_threads_whose_calls_cross_are_a_mismatch() -> None:
 
 @on_ranks(2)
 def test_threads_that_share_a_group() -> None:
-    """Named threads call in one order on all ranks. Between their calls come those of the main
-    thread, of a pool's workers, and of threads that Python did not start."""
+    """Named threads call in the same order on all ranks. Calls of the main thread, of pool workers
+    and of threads that Python did not start come in between."""
     group, rank = faults.new_group(), dist.get_rank()
 
     def total(value: float) -> float:
@@ -166,7 +167,7 @@ def test_threads_that_share_a_group() -> None:
         for call in (first if rank else total, second, foreign if rank else second):
             assert call(3.0) == 6.0
         start = threading.Barrier(2)
-        for _ in pool.map(lambda _: start.wait(), range(2)):  # both workers of the pool
+        for _ in pool.map(lambda _: start.wait(), range(2)):  # starts both workers of the pool
             pass
         for call in ((total, foreign), (foreign, total))[rank]:
             in_pool = pool.submit(total, 3.0).result
@@ -176,8 +177,8 @@ def test_threads_that_share_a_group() -> None:
 @pytest.mark.parametrize("autotune", sweep([True, None]))
 @on_ranks(2)
 def test_threads_make_first_calls(autotune: bool | None) -> list[str]:
-    """Two threads on each of two new groups make the same first call at once. Rank 0 takes a while
-    to read the measured times of the machine."""
+    """Two threads on each of two new groups make the same first call simultaneously. Rank 0 reads
+    its timing table slowly."""
     load, failures = store.load, list[str]()
 
     def load_slowly(machine: Any) -> Any:
@@ -191,49 +192,52 @@ def test_threads_make_first_calls(autotune: bool | None) -> list[str]:
 
     with mock.patch.object(store, "load", load_slowly):
         for _ in range(2):
-            made = [faults.group_of(dist.new_group()) for _ in range(2)]
-            for group in made:
+            new_groups = [faults.require_group(dist.new_group()) for _ in range(2)]
+            for group in new_groups:
                 if autotune is not None:
                     tpkernels.init(group, autotune=autotune)
             start = threading.Barrier(4)
-            results = faults.together(functools.partial(work, g, start) for g in [*made, *made])
+            results = faults.run_concurrently(
+                functools.partial(work, g, start) for g in [*new_groups, *new_groups]
+            )
             failures += [repr(result) for result in results if result != [2.0] * 40]
-            for group in made:
+            for group in new_groups:
                 dist.destroy_process_group(group)
     return failures
 
 
 @on_ranks(2)
-def test_the_process_that_made_a_group_tells_its_kernels_that_it_ends() -> None:
-    """And no fork of it; without memory there are none."""
-    with apart():
-        away = faults.new_group()
-    here = faults.new_group()
-    with mock.patch.object(host.HostWorkspace, "leave") as told:
-        for group in (away, here):
+def test_only_the_creating_process_notifies_its_kernels_of_the_end() -> None:
+    """A fork does not notify, nor does a group without shared memory."""
+    with separate_hosts():
+        unshared = faults.new_group()
+    shared = faults.new_group()
+    with mock.patch.object(host.HostWorkspace, "leave") as leave:
+        for group in (unshared, shared):
             groups.get(group.group_name).leave()
-        assert told.call_count == 1
+        assert leave.call_count == 1
 
         def child() -> str:
-            groups.get(here.group_name).leave()
-            return "told" * (told.call_count - 1)
+            groups.get(shared.group_name).leave()
+            return "told" * (leave.call_count - 1)
 
-        assert faults.in_child(child) == "fine"
+        assert faults.run_in_child(child) == "fine"
 
 
-# Under ``-W error``, rank 0 raises a warning only when its peers no longer wait for it.
+# With ``-W error`` rank 0 raises the warning only after its peers have stopped waiting for it.
 
 
 WORLD = 2
-LARGE = 1 << 20  # elements, for which a workspace must grow
+LARGE = 1 << 20  # number of elements that requires a larger workspace
 
 
 @pytest.mark.parametrize("what", ["init", "first op", "growth", "tuning"])
 @on_ranks(WORLD)
-def test_a_warning_that_is_an_error_breaks_nothing(what: str) -> None:
-    """A call that warns, and the next one."""
-    group = faults.group_of(dist.new_group())
-    doings = {
+def test_a_warning_that_is_an_error_leaves_the_group_usable(what: str) -> None:
+    """Turn the warning of a call into an error. Only rank 0 raises it, and the next call
+    succeeds."""
+    group = faults.require_group(dist.new_group())
+    calls = {
         "init": lambda: tpkernels.init(group, faults.PATIENCE, 8 << 20),
         "op": lambda: tpkernels.all_reduce(torch.ones(LARGE), group),
     }
@@ -245,16 +249,20 @@ def test_a_warning_that_is_an_error_breaks_nothing(what: str) -> None:
                 mock.patch.object(colocation, "unsupported", lambda: "pretends to lack memfds")
             )
         else:
-            doings["init"]()
+            calls["init"]()
         if what == "growth":
-            stack.enter_context(mock.patch.object(host, "short_of_memory", lambda *_: "simulated"))
+            stack.enter_context(
+                mock.patch.object(host, "find_memory_shortage", lambda *_: "simulated")
+            )
         if what == "tuning":
             ignored = Table(), "the tuning cache is ignored"
             stack.enter_context(mock.patch.object(store, "load", lambda machine: ignored))
         warnings.simplefilter("error")
-        errors = [faults.ending_of(doings[first])]
-        errors += [faults.ending_of(doings["op"])]
+        endings = [faults.record_ending(calls[first])]
+        endings += [faults.record_ending(calls["op"])]
         result = tpkernels.all_reduce(torch.ones(3), group)
-    assert all(one.seconds < faults.PATIENCE / 2 for one in errors), errors
+    assert all(ending.seconds < faults.PATIENCE / 2 for ending in endings), endings
     warned = "RuntimeWarning" if dist.get_rank() == 0 else ""
-    assert [one.error for one in errors] == [warned, ""] and result.sum() == 3.0 * WORLD, errors
+    assert [ending.error for ending in endings] == [warned, ""] and result.sum() == 3.0 * WORLD, (
+        endings
+    )

@@ -1,4 +1,4 @@
-"""Generation on several ranks: the tokens of one process, step by step, and ended at any step."""
+"""Generation on several ranks gives the tokens of one process, and can end at any step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from tests.support import hf_folders, hf_models, served
-from tests.support.nn_reference import far
-from tests.support.ranked import on_ranks, recorded_calls
+from tests.support.nn_reference import find_mismatch
+from tests.support.ranked import on_ranks, record_calls
 from tpkernels.integrations.transformers.generator import Completions, Generator
 from tpkernels.integrations.transformers.loading import LoadOptions, load_model
-from tpkernels.integrations.transformers.sampling import Sampling, Text, choose
+from tpkernels.integrations.transformers.sampling import Sampling, TokenSequence, choose
 from tpkernels.parallel import decoder
 
 transformers = pytest.importorskip("transformers")
@@ -40,32 +40,34 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [hf_folders.folder(base, kind) for kind in ("llama", "mistral", "qwen2", "qwen3")]
 
 
-def of_one_process(path: Path, sampling: Sampling) -> list[list[int]]:
-    """By the plain model, without a cache, one prompt at a time."""
+def generate_in_one_process(path: Path, sampling: Sampling) -> list[list[int]]:
+    """Generate with the plain model, without a cache, one prompt at a time."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path)
     rows = []
     for number, prompt in enumerate(PROMPTS):
-        text = Text(replace(sampling, seed=sampling.seed + number), prompt, [])
+        sequence = TokenSequence(replace(sampling, seed=sampling.seed + number), prompt, [])
         for _ in range(sampling.max_new_tokens):
-            ids = torch.tensor([[*prompt, *text.generated]])
+            ids = torch.tensor([[*prompt, *sequence.generated]])
             with torch.no_grad():
                 logits = model(ids).logits[:, -1]
-            text = text._replace(generated=[*text.generated, int(choose(logits, [text]))])
-        rows.append(until_end(text.generated))
+            sequence = sequence._replace(
+                generated=[*sequence.generated, int(choose(logits, [sequence]))]
+            )
+        rows.append(until_end(sequence.generated))
     return rows
 
 
 def until_end(tokens: Sequence[int]) -> list[int]:
-    """What follows an end means nothing."""
+    """Drop the tokens after the first end token, because they have no meaning."""
     return list(tokens[: tokens.index(END) + 1]) if END in tokens else list(tokens)
 
 
 @pytest.mark.parametrize("world", hf_models.SWEEP)
 @on_ranks()
-def test_tokens_are_those_of_one_process(folder: Path) -> None:
+def test_tokens_match_one_process(folder: Path) -> None:
     for sampling in (GREEDY, SAMPLED, PENALIZED):
-        want = of_one_process(folder, sampling)
-        assert len({*want[0]}) > 2  # not one token for ever
+        want = generate_in_one_process(folder, sampling)
+        assert len({*want[0]}) > 2  # not a constant token
         steps = Generator(LoadOptions(folder)).generate(PROMPTS, sampling)
         assert [until_end(tokens) for tokens in zip(*steps, strict=True)] == want
 
@@ -73,9 +75,9 @@ def test_tokens_are_those_of_one_process(folder: Path) -> None:
 @pytest.mark.parametrize("world", hf_models.SWEEP)
 @on_ranks()
 def test_blocks_end_in_one_op(folders: list[Path]) -> list[str]:
-    """The sum, the residual and the next norm, also after a block that failed. Long sequences are
-    split instead."""
-    failures, normed = [], "matmul_all_reduce_rms_norm"
+    """One op computes the all-reduce, the residual and the next norm, also after a failed forward.
+    Long sequences are split over the ranks instead."""
+    failures, fused_op = [], "matmul_all_reduce_rms_norm"
     for path in folders:
         single = transformers.AutoModelForCausalLM.from_pretrained(path)
         model = load_model(LoadOptions(path))
@@ -87,16 +89,17 @@ def test_blocks_end_in_one_op(folders: list[Path]) -> list[str]:
                 with pytest.raises(ZeroDivisionError):
                     model(ids[:, :1])
                 hook.remove()
-                with recorded_calls() as calls:
+                with record_calls() as calls:
                     logits = model(ids, use_cache=False).logits
-                wrong = far(logits, single(ids, use_cache=False).logits.double(), 1e-5)
-            if wrong is not None:
-                failures.append(f"{path.name}, {tokens} tokens: {wrong}")
-            joined = tokens < decoder.PROMPT_ROWS * torch.distributed.get_world_size()
-            of_ids = int(torch.distributed.get_world_size() > 1)  # whose digest is compared
-            if joined and calls[1 + of_ids : -1] != [*[normed] * 3, "matmul_all_reduce"]:
+                mismatch = find_mismatch(logits, single(ids, use_cache=False).logits.double(), 1e-5)
+            if mismatch is not None:
+                failures.append(f"{path.name}, {tokens} tokens: {mismatch}")
+            is_fused = tokens < decoder.PROMPT_ROWS * torch.distributed.get_world_size()
+            # Ranks compare a digest of the ids.
+            num_id_checks = int(torch.distributed.get_world_size() > 1)
+            if is_fused and calls[1 + num_id_checks : -1] != [*[fused_op] * 3, "matmul_all_reduce"]:
                 failures.append(f"{path.name}, {tokens} tokens: {calls}")
-            if normed in calls and not joined:
+            if fused_op in calls and not is_fused:
                 failures.append(f"{path.name}, {tokens} tokens, which are split: {calls}")
     return failures
 
@@ -104,7 +107,7 @@ def test_blocks_end_in_one_op(folders: list[Path]) -> list[str]:
 @pytest.mark.thorough
 @on_ranks(2)
 def test_a_long_prompt(folder: Path) -> None:
-    """It is split over the ranks."""
+    """A prompt that is split over the ranks gives the tokens of transformers."""
     prompt = [1 + number % (hf_models.VOCAB - 1) for number in range(60)]
     got = list(Generator(LoadOptions(folder)).generate([prompt], Sampling(max_new_tokens=3)))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -113,7 +116,7 @@ def test_a_long_prompt(folder: Path) -> None:
 
 
 @on_ranks(2)
-def test_ranks_make_no_step_before_it_is_wanted(folder: Path) -> None:
+def test_ranks_run_only_requested_steps(folder: Path) -> None:
     generator, forwards = Generator(LoadOptions(folder)), []
     generator._model.register_forward_pre_hook(lambda *_: forwards.append(1))
     steps: Any = generator.generate(PROMPTS, Sampling(max_new_tokens=40))
@@ -139,7 +142,7 @@ def test_ranks_make_no_step_before_it_is_wanted(folder: Path) -> None:
         ([[5]], ("a", ""), "^stop string 1 is empty; it needs at least one character$"),
     ],
 )
-def test_prompts_that_the_model_cannot_take(
+def test_invalid_prompts_are_refused(
     prompts: list[list[int]], stop: tuple[str, ...], message: str
 ) -> None:
     facts = {"positions": 64, "vocabulary": 47, "ends": [END]}

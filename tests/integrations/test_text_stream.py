@@ -1,4 +1,4 @@
-"""Tokens to text: characters of several tokens, stop strings, and tokens that end an answer."""
+"""Decoding of token streams: characters of several tokens, stop strings, and end tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ END = 256
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """Token i is byte i; token 256 ends an answer."""
+    """Return a tokenizer in which token i is byte i, and token 256 ends an answer."""
     letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -27,33 +27,36 @@ def tokenizer() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
 
 
-def pieces(
+def feed_in_chunks(
     tokenizer: Any, tokens: list[int], *stop: str, size: int = 1, cut: bool = False
 ) -> tuple[list[str], bool]:
-    """The text of each ``size`` tokens, and whether it stopped. ``cut``: the last ones are
-    followed by more, which do not come."""
+    """Feed ``size`` tokens at a time. Return the decoded chunks, and whether the stream stopped.
+
+    With ``cut``, the last chunk is not marked as the end of the stream."""
     stream = TextStream(tokenizer, stop, {END})
-    parts = [tokens[i : i + size] for i in range(0, len(tokens), size)]
-    texts = [stream.feed(part, part is parts[-1] and not cut) for part in parts]
-    return texts, stream.stopped
+    chunks = [tokens[i : i + size] for i in range(0, len(tokens), size)]
+    decoded = [stream.feed(chunk, chunk is chunks[-1] and not cut) for chunk in chunks]
+    return decoded, stream.stopped
 
 
 TEXT = "naïve 東京 🙂 ends here"
 
 
-def test_bytes_that_are_no_character_are_shown_at_the_end(tokenizer: Any) -> None:
-    texts, _ = pieces(tokenizer, list("a🙂".encode())[:3])
-    assert "".join(texts) == "a\ufffd"
-    texts, _ = pieces(tokenizer, list("a🙂".encode())[:3], cut=True)
-    assert "".join(texts) == "a"
+def test_incomplete_characters_are_shown_at_the_end(tokenizer: Any) -> None:
+    chunks, _ = feed_in_chunks(tokenizer, list("a🙂".encode())[:3])
+    assert "".join(chunks) == "a\ufffd"
+    chunks, _ = feed_in_chunks(tokenizer, list("a🙂".encode())[:3], cut=True)
+    assert "".join(chunks) == "a"
 
 
 def test_tokenizers_that_fall_back_to_bytes() -> None:
-    """As those of Llama 2, Gemma and Phi-3. Text that was sent stays, although such a tokenizer
-    shows all of a run of bytes as no text if a part of it is none."""
-    words = [f"<0x{byte:02X}>" for byte in range(256)] + ["</s>", "\u2581the", "sky"]
+    """Tokenizers of Llama 2, Gemma and Phi-3 decode a run of bytes as invalid if any byte is
+    invalid. Text that was already sent stays."""
+    vocabulary = [f"<0x{byte:02X}>" for byte in range(256)] + ["</s>", "\u2581the", "sky"]
     backend = tokenizers.Tokenizer(
-        tokenizers.models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True)
+        tokenizers.models.BPE(
+            {token: i for i, token in enumerate(vocabulary)}, [], byte_fallback=True
+        )
     )
     decoders = tokenizers.decoders
     spaces, strip = decoders.Replace("\u2581", " "), decoders.Strip(" ", 1, 0)
@@ -66,8 +69,8 @@ def test_tokenizers_that_fall_back_to_bytes() -> None:
         ([the, line, broken], "the\n\ufffd"),
         ([broken, the, line, 0x80, sky, line], "\ufffd the\n\ufffdsky\n"),
     ):
-        texts, _ = pieces(tokenizer, tokens)
-        assert "".join(texts) == want
+        chunks, _ = feed_in_chunks(tokenizer, tokens)
+        assert "".join(chunks) == want
 
 
 @pytest.mark.parametrize("size", [1, 4, 100])
@@ -85,16 +88,16 @@ def test_tokenizers_that_fall_back_to_bytes() -> None:
 def test_text_ends_before_the_first_stop_string(
     tokenizer: Any, stop: tuple[str, ...], want: str, size: int
 ) -> None:
-    texts, stopped = pieces(tokenizer, list(TEXT.encode()), *stop, size=size)
-    assert "".join(texts) == want
+    chunks, stopped = feed_in_chunks(tokenizer, list(TEXT.encode()), *stop, size=size)
+    assert "".join(chunks) == want
     assert stopped is (want != TEXT)
 
 
 def test_the_beginning_of_a_stop_string_is_held_back(tokenizer: Any) -> None:
-    texts, _ = pieces(tokenizer, list(b"xababac"), "abac")
-    assert texts == ["x", "", "", "", "ab", "", ""]
+    chunks, _ = feed_in_chunks(tokenizer, list(b"xababac"), "abac")
+    assert chunks == ["x", "", "", "", "ab", "", ""]
 
 
 def test_a_token_that_ends_an_answer_has_no_text(tokenizer: Any) -> None:
-    texts, stopped = pieces(tokenizer, [*b"ab", END, *b"cd"], "zz", size=4)
-    assert "".join(texts) == "ab" and stopped
+    chunks, stopped = feed_in_chunks(tokenizer, [*b"ab", END, *b"cd"], "zz", size=4)
+    assert "".join(chunks) == "ab" and stopped

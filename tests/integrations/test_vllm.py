@@ -1,5 +1,5 @@
-"""The vLLM plugin, against stand-ins for the parts of vLLM 0.32 that it meets: the same names,
-arguments and order of calls, computed with plain torch."""
+"""The vLLM plugin against stand-ins for the classes of vLLM 0.32 that it uses. The stand-ins have
+the same names, arguments and call order, and compute with plain torch."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from torch import nn
 
 import tpkernels
 from tests.support.cases import PACKABLE
-from tests.support.ranked import apart, on_ranks, recorded_calls
+from tests.support.ranked import on_ranks, record_calls, separate_hosts
 from tpkernels.integrations import vllm
 
 WORLD = 2
 PARTS = "tpkernels.integrations.vllm_parts"
 MOE = "vllm.model_executor.layers.fused_moe"
-tensor_parallel = SimpleNamespace(device_group=None)  # what get_tp_group() returns
-tokens = SimpleNamespace(sizes=[0])  # of each rank
-config = SimpleNamespace(  # what get_current_vllm_config() returns
+tensor_parallel = SimpleNamespace(device_group=None)  # result of get_tp_group()
+tokens = SimpleNamespace(sizes=[0])  # tokens per rank
+config = SimpleNamespace(  # result of get_current_vllm_config()
     parallel_config=SimpleNamespace(enable_elastic_ep=False),
     compilation_config=SimpleNamespace(mode=0, cudagraph_mode=0),
 )
@@ -47,10 +47,10 @@ class CpuCommunicator:
     ) -> None:
         self.device_group, self.unique_name = device_group or cpu_group, unique_name
         self.world_size = dist.get_world_size(self.device_group)
-        self.own_calls = 0
+        self.stock_calls = 0
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
-        self.own_calls += 1
+        self.stock_calls += 1
         dist.all_reduce(input_, group=self.device_group)
         return input_
 
@@ -143,8 +143,10 @@ class RowParallelLinear(nn.Module):
         self.quant_method = QuantizedLinearMethod() if quantized else UnquantizedLinearMethod()
         local = input_size // self.tp_size
         self.weight = nn.Parameter(torch.empty(output_size, local), requires_grad=False)
-        own = nn.Parameter(torch.empty(output_size), requires_grad=False) if bias else None
-        self.register_parameter("bias", own)
+        bias_parameter = (
+            nn.Parameter(torch.empty(output_size), requires_grad=False) if bias else None
+        )
+        self.register_parameter("bias", bias_parameter)
 
     def forward(self, input_: torch.Tensor) -> Any:
         x = input_
@@ -174,16 +176,16 @@ class CpuPlatform:
         return "vllm's own"
 
 
-def module(name: str, *named: Any, **others: Any) -> None:
-    """Makes ``import`` find a module with these."""
+def module(name: str, *objects: Any, **attributes: Any) -> None:
+    """Register a module with these objects in ``sys.modules``."""
     for parent in itertools.accumulate(name.split("."), "{}.{}".format):
         vars(sys.modules.setdefault(parent, ModuleType(parent)))["__path__"] = []
-    vars(sys.modules[name]).update({each.__name__: each for each in named}, **others)
+    vars(sys.modules[name]).update({obj.__name__: obj for obj in objects}, **attributes)
 
 
 @contextmanager
 def installed(version: str = "0.32.0") -> Iterator[type[CpuPlatform]]:
-    """Makes ``import vllm`` find these parts within the block; gives the class of the platform."""
+    """Install the stand-ins as ``vllm`` within the block. Yield the class of the platform."""
     platform = type("Platform", (CpuPlatform,), {})
     experts = type("CPUUnquantizedExperts", (CPUUnquantizedExperts,), {})
     none = SimpleNamespace(NONE=0)
@@ -213,12 +215,12 @@ def installed(version: str = "0.32.0") -> Iterator[type[CpuPlatform]]:
     try:
         yield platform
     finally:
-        for name in [PARTS, *(each for each in sys.modules if each.split(".")[0] == "vllm")]:
+        for name in [PARTS, *(loaded for loaded in sys.modules if loaded.split(".")[0] == "vllm")]:
             sys.modules.pop(name, None)
         RowParallelLinear.out_of_tree.clear()
 
 
-# The tests.
+# Tests.
 
 
 @pytest.mark.parametrize(
@@ -236,14 +238,14 @@ def installed(version: str = "0.32.0") -> Iterator[type[CpuPlatform]]:
         ("auto", "0.3.2", "cpu", "off", "is not supported; tested versions"),
     ],
 )
-def test_what_is_replaced_and_why(
+def test_choice_of_the_mode(
     requested: str, version: str, platform: str, mode: str, reason: str
 ) -> None:
     fast, platform = "slow" not in platform, platform.removeprefix("slow ")
     choice = vllm.choose(requested, version, platform, fast)
     assert choice.mode == mode and reason in choice.reason
-    asked_for = requested in ("all_reduce", "fused")
-    assert choice.warn == (mode == "off" and (asked_for or "tested" in reason))
+    explicit = requested in ("all_reduce", "fused")
+    assert choice.warn == (mode == "off" and (explicit or "tested" in reason))
 
 
 def test_an_unknown_mode_is_refused() -> None:
@@ -251,18 +253,22 @@ def test_an_unknown_mode_is_refused() -> None:
         vllm.choose("on", "0.32.0", "cpu", True)
 
 
-def experts_taken() -> tuple[bool, bool, bool]:
-    """Whether the plugin takes parts of experts, whole ones, and vLLM's own take whole ones."""
+def supported_experts() -> tuple[bool, bool, bool]:
+    """Return whether the plugin supports tensor-parallel experts and expert-parallel experts, and
+    whether the vLLM class supports expert-parallel experts."""
     oracle: Any = importlib.import_module(f"{MOE}.oracle.unquantized")
-    *ours, own = oracle.backend_to_kernel_cls(SimpleNamespace(name="CPU"))
-    assert oracle.backend_to_kernel_cls(SimpleNamespace(name="TRITON")) == [own]
-    whole, part = SimpleNamespace(use_ep=True), SimpleNamespace(use_ep=False)
-    taken = [any(cls._supports_parallel_config(each) for cls in ours) for each in (part, whole)]
-    return taken[0], taken[1], own._supports_parallel_config(whole)
+    *plugin_classes, stock_class = oracle.backend_to_kernel_cls(SimpleNamespace(name="CPU"))
+    assert oracle.backend_to_kernel_cls(SimpleNamespace(name="TRITON")) == [stock_class]
+    expert_parallel, tensor_parallel = SimpleNamespace(use_ep=True), SimpleNamespace(use_ep=False)
+    supported = [
+        any(cls._supports_parallel_config(parallel) for cls in plugin_classes)
+        for parallel in (tensor_parallel, expert_parallel)
+    ]
+    return supported[0], supported[1], stock_class._supports_parallel_config(expert_parallel)
 
 
 @pytest.mark.parametrize("mode", ["off", "all_reduce", "fused", "auto"])
-def test_register_replaces_what_the_mode_says(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_register_follows_the_mode(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(vllm.VARIABLE, mode)
     with installed() as platform:
         vllm.register()
@@ -272,20 +278,20 @@ def test_register_replaces_what_the_mode_says(mode: str, monkeypatch: pytest.Mon
             assert communicator == "vllm's own"
         else:
             module, _, name = communicator.rpartition(".")
-            found = getattr(importlib.import_module(module), name)
-            assert issubclass(found, CpuCommunicator)
-        fused = mode == "fused" or (mode == "auto" and vllm._has_fast_products())
+            cls = getattr(importlib.import_module(module), name)
+            assert issubclass(cls, CpuCommunicator)
+        fused = mode == "fused" or (mode == "auto" and vllm._has_fast_matmul())
         layers = RowParallelLinear.out_of_tree
         assert list(layers) == (["RowParallelLinear"] if fused else [])
-        assert experts_taken() == (fused, mode != "off", mode == "off")
+        assert supported_experts() == (fused, mode != "off", mode == "off")
         make = sys.modules[f"{MOE}.all2all_utils"].make_moe_prepare_and_finalize_naive_dp_ep
         assert (make is make_moe_prepare_and_finalize_naive_dp_ep) == (mode == "off")
-        products = importlib.import_module("vllm.model_executor.layers.utils")
-        theirs = products.dispatch_cpu_unquantized_gemm is dispatch_cpu_unquantized_gemm
-        assert theirs != fused
+        utils = importlib.import_module("vllm.model_executor.layers.utils")
+        is_stock = utils.dispatch_cpu_unquantized_gemm is dispatch_cpu_unquantized_gemm
+        assert is_stock != fused
 
 
-def test_an_unknown_version_is_left_as_it_is_with_a_warning(
+def test_an_unknown_version_stays_unchanged_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(vllm.VARIABLE, "fused")
@@ -296,14 +302,14 @@ def test_an_unknown_version_is_left_as_it_is_with_a_warning(
     assert record.levelno == logging.WARNING and "0.99.0 is not supported; tested" in record.message
 
 
-def test_the_entry_point_is_there() -> None:
+def test_the_entry_point_exists() -> None:
     (point,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="tpkernels")
     assert point.load() is vllm.register
 
 
 @contextmanager
 def new_group() -> Iterator[dist.ProcessGroup]:
-    """The group of vLLM's ranks, which the plugin sets up."""
+    """Yield the tensor-parallel group of the stand-ins, which the plugin initializes."""
     group = dist.new_group()
     assert group is not None
     tensor_parallel.device_group = group
@@ -316,30 +322,34 @@ def new_group() -> Iterator[dist.ProcessGroup]:
 def test_all_reduces_of_tensor_parallelism() -> None:
     with installed(), new_group() as group:
         communicator: Any = importlib.import_module(PARTS).VllmCommunicator
-        own = communicator(group, device_group=group, unique_name="tp:0")
-        other = communicator(group, device_group=group, unique_name="dp:0")
-        with apart():
-            far = dist.new_group()
-            split = communicator(far, device_group=far, unique_name="tp:0")
+        tp_communicator = communicator(group, device_group=group, unique_name="tp:0")
+        dp_communicator = communicator(group, device_group=group, unique_name="dp:0")
+        with separate_hosts():
+            remote_group = dist.new_group()
+            remote_communicator = communicator(
+                remote_group, device_group=remote_group, unique_name="tp:0"
+            )
         draw = torch.Generator().manual_seed(dist.get_rank())
-        given = torch.randn(5, 6, generator=draw)
+        operand = torch.randn(5, 6, generator=draw)
         cases = {
-            "float32": (own, given, 0),
-            "bfloat16": (own, given.bfloat16(), 0),
-            "integers": (own, given.int(), 1),
-            "not contiguous": (own, given.t(), 2),
-            "another dimension": (other, given, 1),
-            "hosts": (split, given, 1),
+            "float32": (tp_communicator, operand, 0),
+            "bfloat16": (tp_communicator, operand.bfloat16(), 0),
+            "integers": (tp_communicator, operand.int(), 1),
+            "not contiguous": (tp_communicator, operand.t(), 2),
+            "another dimension": (dp_communicator, operand, 1),
+            "hosts": (remote_communicator, operand, 1),
         }
-        for name, (of, x_given, own_calls) in cases.items():
-            x = x_given.clone(memory_format=torch.preserve_format)
-            everyone = [torch.empty(x.shape, dtype=x.dtype) for _ in range(WORLD)]
-            dist.all_gather(everyone, x.contiguous())
-            result = of.all_reduce(x)
-            want = sum(each.double() for each in everyone).to(x.dtype)  # type: ignore[union-attr]
+        for name, (case_communicator, case_operand, stock_calls) in cases.items():
+            x = case_operand.clone(memory_format=torch.preserve_format)
+            gathered = [torch.empty(x.shape, dtype=x.dtype) for _ in range(WORLD)]
+            dist.all_gather(gathered, x.contiguous())
+            result = case_communicator.all_reduce(x)
+            want = sum(x_of_rank.double() for x_of_rank in gathered).to(x.dtype)  # type: ignore[union-attr]
             assert result is x and torch.allclose(result, want), f"{name}: {result}, not {want}"
-            assert of.own_calls == own_calls, f"{name}: vLLM's own ran {of.own_calls} times"
-        dist.destroy_process_group(far)
+            assert case_communicator.stock_calls == stock_calls, (
+                f"{name}: vLLM's own ran {case_communicator.stock_calls} times"
+            )
+        dist.destroy_process_group(remote_group)
 
 
 LAYERS: dict[str, dict[str, bool]] = {
@@ -355,29 +365,35 @@ LAYERS: dict[str, dict[str, bool]] = {
 
 @on_ranks(WORLD)
 def test_row_parallel_layers() -> None:
-    """Fused ones give what vLLM's give; others are vLLM's."""
+    """Fused layers give the results of the vLLM layers. Unsupported layers stay unchanged."""
     with installed(), new_group(), torch.inference_mode():
         parts: Any = importlib.import_module(PARTS)
-        parts.replace_products()
+        parts.replace_matmuls()
         for name, options in LAYERS.items():
             fused = parts.FusedRowParallelLinear(8, 6, **options)
             stock = RowParallelLinear(8, 6, **options)
             draw = torch.Generator().manual_seed(1 + dist.get_rank())
             stock.weight.data.normal_(generator=draw)
             if stock.bias is not None:
-                stock.bias.data.fill_(2.0)  # the same on all ranks
+                stock.bias.data.fill_(2.0)  # equal on all ranks
             stock.cpu_linear = F.linear
             fused.load_state_dict(stock.state_dict())
             fused.quant_method.process_weights_after_loading(fused)
-            whole = not options.get("input_is_parallel", True)
-            x = torch.randn(3, 8 if whole else 4, generator=draw.manual_seed(5 if whole else 7))
-            with recorded_calls() as calls:
+            full_input = not options.get("input_is_parallel", True)
+            x = torch.randn(
+                3, 8 if full_input else 4, generator=draw.manual_seed(5 if full_input else 7)
+            )
+            with record_calls() as calls:
                 got, want = fused(x), stock(x)
             if not options.get("return_bias", True):
                 got, want = (got,), (want,)
-            for one, other in zip(got, want, strict=True):
-                same = one is other if other is None else torch.allclose(one, other, atol=1e-5)
-                assert same, f"{name}: {one}, not {other}"
+            for actual, expected in zip(got, want, strict=True):
+                equal = (
+                    actual is expected
+                    if expected is None
+                    else torch.allclose(actual, expected, atol=1e-5)
+                )
+                assert equal, f"{name}: {actual}, not {expected}"
             is_fused = name not in ("partial", "quantized")
             assert calls == ["matmul_all_reduce"] * is_fused, f"{name}: {calls}"
             assert (fused.weight.numel() == 0) == (name != "quantized"), name
@@ -387,11 +403,12 @@ def test_row_parallel_layers() -> None:
 
 @pytest.mark.parametrize("dtype", PACKABLE, ids=str)
 @pytest.mark.parametrize("remove", [False, True])
-def test_products_of_other_layers(dtype: torch.dtype, remove: bool) -> None:
-    """Of a layer, and of a head, whose weight is kept. Others are vLLM's."""
+def test_matmuls_of_plain_layers(dtype: torch.dtype, remove: bool) -> None:
+    """Replace the matmul of a layer, which drops its plain weight, and of a head, which keeps it.
+    Unsupported weights keep the vLLM matmul."""
     with installed():
         parts: Any = importlib.import_module(PARTS)
-        parts.replace_products()
+        parts.replace_matmuls()
         dispatch = parts.utils.dispatch_cpu_unquantized_gemm
         layer: Any = nn.Linear(40, 70, dtype=dtype)
         weight, bias = layer.weight.detach().clone(), layer.bias.detach()
@@ -399,22 +416,22 @@ def test_products_of_other_layers(dtype: torch.dtype, remove: bool) -> None:
         assert layer.cpu_linear is not F.linear
         assert layer.weight.numel() == (0 if remove else weight.numel())
         for x in (torch.randn(1, 40).to(dtype), torch.randn(2, 9, 40).to(dtype)):
-            for added in (None, bias):
-                got = layer.cpu_linear(x, layer.weight if remove else weight, added)
-                want = F.linear(x, weight, added)
+            for added_bias in (None, bias):
+                got = layer.cpu_linear(x, layer.weight if remove else weight, added_bias)
+                want = F.linear(x, weight, added_bias)
                 torch.testing.assert_close(got, want)
-        for other in (torch.randn(3, 4, 5), torch.randn(4, 5).double()):
-            layer = SimpleNamespace(weight=other)
+        for unsupported in (torch.randn(3, 4, 5), torch.randn(4, 5).double()):
+            layer = SimpleNamespace(weight=unsupported)
             dispatch(layer, remove)
-            assert layer.cpu_linear is F.linear and layer.weight is other
+            assert layer.cpu_linear is F.linear and layer.weight is unsupported
 
 
 @pytest.mark.parametrize("dtype", PACKABLE, ids=str)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_experts_of_this_rank(dtype: torch.dtype, activation: str, bias: bool) -> None:
-    """Ranks with 2, 1 and no routed experts of 4 add up to the layer; no token meets the infinite
-    weight of an expert that it is not routed to."""
+def test_local_experts(dtype: torch.dtype, activation: str, bias: bool) -> None:
+    """Three ranks hold 2, 1 and 1 of 4 experts. The expert of the last rank gets no tokens. The
+    outputs add up to the layer. An infinite weight affects only tokens of its expert."""
     draw = torch.Generator().manual_seed(3)
     hidden, width, ids = 20, 12, torch.tensor([[3, 0], [1, 3], [1, 1]], dtype=torch.int32)
     x, weights = torch.randn(3, hidden, generator=draw).to(dtype), torch.rand(3, 2, generator=draw)
@@ -433,15 +450,15 @@ def test_experts_of_this_rank(dtype: torch.dtype, activation: str, bias: bool) -
     total = torch.zeros_like(want)
     with installed(), torch.inference_mode():
         parts: Any = importlib.import_module(PARTS)
-        for held in ([0, 1], [3], [2]):
+        for local in ([0, 1], [3], [2]):
             layer: Any = nn.Module()
-            layer.w13_weight, layer.w2_weight = (nn.Parameter(w[held]) for w in tensors)
-            own = [None if b is None else b[held] for b in biases]
-            experts = parts.PackedExperts(*own)
+            layer.w13_weight, layer.w2_weight = (nn.Parameter(w[local]) for w in tensors)
+            local_biases = [None if b is None else b[local] for b in biases]
+            experts = parts.PackedExperts(*local_biases)
             experts.process_weights_after_loading(layer)
-            assert layer.w13_weight.shape == (len(held), 2 * width, 0)
+            assert layer.w13_weight.shape == (len(local), 2 * width, 0)
             expert_map = torch.full((4,), -1, dtype=torch.int32)
-            expert_map[held] = torch.arange(len(held), dtype=torch.int32)
+            expert_map[local] = torch.arange(len(local), dtype=torch.int32)
             output = torch.full_like(x, torch.nan)
             experts.apply(
                 output=output,
@@ -460,19 +477,22 @@ def test_experts_of_this_rank(dtype: torch.dtype, activation: str, bias: bool) -
     torch.testing.assert_close(total[finite], want[finite], rtol=tolerance, atol=tolerance)
 
 
-def unquantised(**changes: Any) -> SimpleNamespace:
-    """The experts of a kernel: what the plugin asks of them."""
+def unquantized_experts(**changes: Any) -> SimpleNamespace:
+    """Return unquantized experts with the attributes that the plugin reads."""
     ranks = SimpleNamespace(use_ep=True, ep_size=WORLD, dp_size=WORLD, sp_size=1)
     quant = SimpleNamespace(quant_dtype=None, per_act_token_quant=False, block_shape=None)
     moe = SimpleNamespace(moe_parallel_config=ranks, is_lora_enabled=False, device="cpu")
     experts = SimpleNamespace(moe_config=moe, quant_config=quant, expects_unquantized_inputs=False)
-    for place in (ranks, quant, moe, experts):
-        vars(place).update({name: changes[name] for name in vars(place).keys() & changes.keys()})
+    for namespace in (ranks, quant, moe, experts):
+        vars(namespace).update(
+            {name: changes[name] for name in vars(namespace).keys() & changes.keys()}
+        )
     return experts
 
 
 FP8 = torch.float8_e4m3fn
-EXCHANGES: dict[str, tuple[list[int], int, dict[str, Any]]] = {  # tokens, experts, experts' options
+#: Tokens per rank, number of experts, options.
+EXCHANGES: dict[str, tuple[list[int], int, dict[str, Any]]] = {
     "uneven": ([1, 4], 5, {}),
     "a rank without tokens": ([0, 3], 4, {}),
     "one expert": ([2, 3], 1, {"padding": 2}),
@@ -486,15 +506,19 @@ EXCHANGES: dict[str, tuple[list[int], int, dict[str, Any]]] = {  # tokens, exper
 
 @on_ranks(WORLD)
 def test_tokens_of_data_parallel_ranks() -> None:
-    """Expert e gives (e + 1) * min(x, 4), and it does not matter whether experts sum a token's one
-    row. Rows that no token has are garbage."""
+    """Expert e returns (e + 1) * min(x, 4), as [rows, hidden] or [rows, 1, hidden]. Rows without a
+    token contain garbage. The exchange returns the weighted sum of each token."""
     rank = dist.get_rank()
     with installed(), new_group():
         parts: Any = importlib.import_module(PARTS)
         parts.replace_exchange()
         make = parts.all2all_utils.make_moe_prepare_and_finalize_naive_dp_ep
         for name, (sizes, num_experts, options) in EXCHANGES.items():
-            experts, k, on_input = unquantised(**options), options.get("k", 3), "k" in options
+            experts, k, on_input = (
+                unquantized_experts(**options),
+                options.get("k", 3),
+                "k" in options,
+            )
             exchange = make(use_monolithic=False, num_dispatchers=WORLD)
             exchange.post_init_setup(experts)
             draw = torch.Generator().manual_seed(rank)
@@ -503,22 +527,24 @@ def test_tokens_of_data_parallel_ranks() -> None:
             weights = torch.randint(1, 4, ids.shape, generator=draw).float()
             ids[len(ids) - options.get("padding", 0) :] = -1
             tokens.sizes = sizes
-            held = tpkernels.shard_sizes(num_experts, WORLD)
+            num_local = tpkernels.shard_sizes(num_experts, WORLD)
             expert_map = torch.full((num_experts,), -1)
-            expert_map[sum(held[:rank]) :][: held[rank]] = torch.arange(held[rank])
-            how = num_experts, expert_map, on_input, experts.quant_config
+            expert_map[sum(num_local[:rank]) :][: num_local[rank]] = torch.arange(num_local[rank])
+            args = num_experts, expert_map, on_input, experts.quant_config
             defer = experts.expects_unquantized_inputs
-            rows, scales, _, row_ids, row_weights = exchange.prepare(x, weights, ids, *how, defer)
+            rows, scales, _, row_ids, row_weights = exchange.prepare(x, weights, ids, *args, defer)
             assert (scales is None) == (rows.dtype == torch.bfloat16) != ("fp8" in name), name
             if scales is not None:
                 blocks = rows.float().unflatten(1, (scales.shape[1], -1))
                 rows = (blocks * scales.unsqueeze(2)).flatten(1)
-            here = expert_map[row_ids.long()] >= 0
-            assert held[rank] == num_experts or here.sum() == exchange._handle.counts.sum(), name
-            factor = row_ids.where(here, torch.nan) + 1
+            is_local = expert_map[row_ids.long()] >= 0
+            assert (
+                num_local[rank] == num_experts or is_local.sum() == exchange._handle.counts.sum()
+            ), name
+            factor = row_ids.where(is_local, torch.nan) + 1
             product = (rows.float().clamp(max=4) * factor * row_weights).bfloat16()
             on_x, on_y = (weights, 1.0) if on_input else (1.0, weights)
-            factors = (ids + 1) * on_y  # of padding 0
+            factors = (ids + 1) * on_y  # 0 for padding
             want = (x * on_x).clamp(max=4) * factors.sum(1, keepdim=True)
             tolerance = 0.0 if scales is None else 0.07
             for result in (product, product.unsqueeze(1)):
@@ -527,7 +553,7 @@ def test_tokens_of_data_parallel_ranks() -> None:
                 torch.testing.assert_close(output, want.bfloat16(), rtol=tolerance, atol=tolerance)
 
 
-REFUSED: dict[str, dict[str, Any]] = {
+UNSUPPORTED: dict[str, dict[str, Any]] = {
     "the experts are tensor-parallel": {"use_ep": False},
     "the ranks of an engine hold the same tokens": {"ep_size": 2 * WORLD},
     "LoRA and elastic": {"is_lora_enabled": True},
@@ -541,29 +567,32 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 @on_ranks(WORLD)
-def test_tokens_left_to_vllm() -> None:
-    """With the reason in the log."""
-    usual = dict(vars(config.compilation_config))
-    for reason, changes in REFUSED.items():
-        settings = {name: changes.get(name, usual[name]) for name in usual}
+def test_unsupported_exchanges_stay_in_vllm() -> None:
+    """The log gives the reason."""
+    saved = dict(vars(config.compilation_config))
+    for reason, changes in UNSUPPORTED.items():
+        settings = {name: changes.get(name, saved[name]) for name in saved}
         vars(config.compilation_config).update(settings)
         log: list[str] = []
-        with installed(), new_group(), nullcontext() if changes else apart():
+        with installed(), new_group(), nullcontext() if changes else separate_hosts():
             parts: Any = importlib.import_module(PARTS)
             parts.report = log.append
             parts.replace_exchange()
             make = parts.all2all_utils.make_moe_prepare_and_finalize_naive_dp_ep
             exchange = make("monolithic" in changes)
             if exchange is not None:
-                exchange.post_init_setup(unquantised(**changes))
-                for method, what in (("prepare", "all_gatherv"), ("finalize", "reduce_scatterv")):
-                    with pytest.raises(NotImplementedError, match=what):
+                exchange.post_init_setup(unquantized_experts(**changes))
+                for method, collective in (
+                    ("prepare", "all_gatherv"),
+                    ("finalize", "reduce_scatterv"),
+                ):
+                    with pytest.raises(NotImplementedError, match=collective):
                         getattr(exchange, method)(*[None] * 6, None, None)
         assert len(log) == 1 and reason in log[0], (reason, log)
-    vars(config.compilation_config).update(usual)
+    vars(config.compilation_config).update(saved)
 
 
-def test_the_op_of_experts_in_a_graph() -> None:
+def test_the_experts_op_in_a_graph() -> None:
     stacks = [tpkernels.pack(torch.randn(shape)) for shape in ((2, 8, 12), (2, 6, 8))]
     ids = torch.tensor([[0, -1], [1, 0]])
     arguments = (torch.randn(2, 8), ids, torch.rand(2, 2), *stacks, None, None, "silu")

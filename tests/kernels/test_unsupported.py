@@ -1,4 +1,4 @@
-"""What kernels say where they cannot run."""
+"""Reasons why the kernels cannot run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tpkernels import kernels
 
 
 @pytest.mark.parametrize(
-    ("of_triton", "of_numpy", "works"),
+    ("triton_version", "numpy_version", "works"),
     [
         ("3.6.0", "2.3.5", True),
         ("3.6.0", "2.4.0", False),
@@ -19,13 +19,13 @@ from tpkernels import kernels
         ("3.10.0+git1", "2.10.0", True),
     ],
 )
-def test_versions_whose_interpreter_fails_are_named(
-    monkeypatch: pytest.MonkeyPatch, of_triton: str, of_numpy: str, works: bool
+def test_unsupported_versions_are_named(
+    monkeypatch: pytest.MonkeyPatch, triton_version: str, numpy_version: str, works: bool
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(triton, "__version__", of_triton)
-    monkeypatch.setattr(numpy, "__version__", of_numpy)
-    why = kernels.unsupported.__wrapped__("cpu")
-    assert (why is None) == works
-    for part in () if works else (of_triton, of_numpy, "pip install 'numpy<2.4'"):
-        assert part in why, why
+    monkeypatch.setattr(triton, "__version__", triton_version)
+    monkeypatch.setattr(numpy, "__version__", numpy_version)
+    reason = kernels.unsupported.__wrapped__("cpu")
+    assert (reason is None) == works
+    for phrase in () if works else (triton_version, numpy_version, "pip install 'numpy<2.4'"):
+        assert phrase in reason, reason

@@ -1,4 +1,5 @@
-"""Functions on ranks, and faults: each is reported in time, by rank, and nothing is left behind."""
+"""Executors: functions, calls and streams on ranks, and faults. Each fault is reported in time and
+by rank, and no process, file or descriptor is left over."""
 
 from __future__ import annotations
 
@@ -22,16 +23,16 @@ import torch
 import torch.distributed as dist
 
 from tests.support.cases import RanksFixture
-from tests.support.faults import in_child, together
+from tests.support.faults import run_concurrently, run_in_child
 from tests.support.held import Held, make
 from tests.support.tiers import sweep
 from tpkernels import launch
 from tpkernels.launch import RankError, Ranks
-from tpkernels.launch import ranks as pool_module
+from tpkernels.launch import ranks as ranks_module
 
-BIG = 1 << 23  # more than a pipe holds
+BIG = 1 << 23  # bytes; exceeds the capacity of a pipe
 
-# Run in the ranks.
+# Functions that run in the ranks.
 
 
 def sum_of_ranks(*terms: int, scale: int = 1) -> float:
@@ -40,7 +41,7 @@ def sum_of_ranks(*terms: int, scale: int = 1) -> float:
     return total.item() * scale
 
 
-def surroundings() -> tuple[int, str | None, str | None, str | None]:
+def thread_settings() -> tuple[int, str | None, str | None, str | None]:
     names = ("OMP_NUM_THREADS", "TPKERNELS_TEST_GIVEN", "TPKERNELS_TEST_PARENT")
     return torch.get_num_threads(), *(os.environ.get(name) for name in names)
 
@@ -53,17 +54,17 @@ def raise_on(rank: int, then_wait: bool = False) -> int:
     return dist.get_rank()
 
 
-def on_rank(rank: int, act: Callable[[int], object], argument: int) -> str:
+def act_on_rank(rank: int, act: Callable[[int], object], argument: int) -> str:
     if dist.get_rank() == rank:
         act(argument)
     return "went on"
 
 
-def signal_on(number: int) -> None:
+def send_signal(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def child_process() -> int:
+def start_child_process() -> int:
     return subprocess.Popen(["sleep", "100"]).pid
 
 
@@ -72,14 +73,14 @@ def echo(value: Any) -> Any:
 
 
 def die_on(rank: int) -> None:
-    """A function, or a factory."""
+    """Kill this process on one rank. Used as a function and as a factory."""
     if dist.get_rank() == rank:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(100)
 
 
-def gone(pids: Iterable[int], within: float = 20.0) -> bool:
-    """No process of ``pids`` is left; a zombie that waits for init to reap it does not count."""
+def wait_until_gone(pids: Iterable[int], within: float = 20.0) -> bool:
+    """Return whether all processes end in time; zombies that init has to reap count as ended."""
 
     def runs(pid: int) -> bool:
         try:
@@ -96,13 +97,13 @@ def gone(pids: Iterable[int], within: float = 20.0) -> bool:
     return True
 
 
-def failure_of(ranks: Ranks, act: Callable[[], object]) -> RankError:
-    """The error of a call that closes the ranks."""
+def require_failure(ranks: Ranks, act: Callable[[], object]) -> RankError:
+    """Return the error of a call that must fail and close the executor."""
     pids = ranks.pids
     with pytest.raises(RankError) as caught:
         act()
     assert "The executor is closed: start a new one." in str(caught.value)
-    assert gone(pids) and not ranks.healthy
+    assert wait_until_gone(pids) and not ranks.healthy
     with pytest.raises(RuntimeError, match=r"this executor is closed \(.* failed\)"):
         ranks.call("rank")
     return caught.value
@@ -116,21 +117,22 @@ def test_run_returns_the_results_in_rank_order(ranks: RanksFixture) -> None:
         total = world * (world - 1) / 2
         assert ranks(world).run(sum_of_ranks) == [total] * world
         assert ranks(world).run(sum_of_ranks, 1, 2, scale=10) == [(total + 3 * world) * 10] * world
-    big = {"any": {torch.float16, Path}, "more": bytes(BIG)}  # larger than pipes
+    big = {"any": {torch.float16, Path}, "more": bytes(BIG)}  # exceeds the capacity of a pipe
     assert ranks(2).run(echo, big) == [big, big]
 
 
 def test_threads_and_environment_reach_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TPKERNELS_TEST_PARENT", "parent")  # long after the fork server started
+    # set long after the start of the fork server
+    monkeypatch.setenv("TPKERNELS_TEST_PARENT", "parent")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    with Ranks(1) as one:
-        assert one.run(surroundings) == [(1, "1", None, "parent")]
-    with Ranks(1, threads=2, env={"TPKERNELS_TEST_GIVEN": "given"}) as two:
-        assert two.run(surroundings) == [(2, "2", "given", "parent")]
+    with Ranks(1) as ranks:
+        assert ranks.run(thread_settings) == [(1, "1", None, "parent")]
+    with Ranks(1, threads=2, env={"TPKERNELS_TEST_GIVEN": "given"}) as ranks:
+        assert ranks.run(thread_settings) == [(2, "2", "given", "parent")]
     assert os.environ["OMP_NUM_THREADS"] == "7"
 
 
-def test_ranks_find_modules_by_the_path_of_the_moment(
+def test_ranks_import_with_the_current_sys_path(
     ranks: RanksFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pool = ranks(2)
@@ -152,11 +154,11 @@ def test_refusals_leave_the_ranks_usable(ranks: RanksFixture) -> None:
     with pytest.raises(TypeError, match="local object"):
         pool.run(sum_of_ranks, lambda: None)
     pool.submit(time.sleep, 0.1)
-    for use in (pool.submit, pool.run):
+    for attempt in (pool.submit, pool.run):
         with pytest.raises(
             RuntimeError, match=r"ranks \[0, 1\] are still running the submitted call"
         ):
-            use(sum_of_ranks)
+            attempt(sum_of_ranks)
     assert not pool.healthy
     assert all(outcome.ok and outcome.seconds >= 0.1 for outcome in pool.collect(30))
     pool.submit(threading.Lock)
@@ -166,19 +168,19 @@ def test_refusals_leave_the_ranks_usable(ranks: RanksFixture) -> None:
     assert pool.run(sum_of_ranks) == [1.0, 1.0]
 
 
-def test_a_rank_that_waits_for_one_that_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "GRACE_SECONDS", 0.3)
+def test_a_rank_that_waits_for_a_failed_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_module, "GRACE_SECONDS", 0.3)
     for use in ("run", "call"):
         with Ranks(2, Held) as pool:
             pool.run(sum_of_ranks)  # imports this module
-            begin = time.monotonic()
+            start = time.monotonic()
             act: Callable[[], object] = partial(pool.run, raise_on, 0, then_wait=True)
             if use == "call":
                 act = partial(pool.call, "fail", [0], how="then wait")
-            message = str(failure_of(pool, act))
-        assert time.monotonic() - begin < 20
+            message = str(require_failure(pool, act))
+        assert time.monotonic() - start < 20
         assert "rank 0 was told to" in message and "still running" in message
-        assert "in raise_on" in message or "in fail" in message  # where rank 1 was
+        assert "in raise_on" in message or "in fail" in message  # the stack of rank 1
 
 
 # Deaths.
@@ -187,19 +189,19 @@ def test_a_rank_that_waits_for_one_that_raised(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("job", "argument", "exitcode", "message"),
     [
-        (signal_on, signal.SIGSEGV, -signal.SIGSEGV, "killed by SIGSEGV"),
+        (send_signal, signal.SIGSEGV, -signal.SIGSEGV, "killed by SIGSEGV"),
         (os._exit, 0, 0, "exit code 0"),
     ],
 )
 def test_a_dead_rank_is_reported(job: Any, argument: int, exitcode: int, message: str) -> None:
     with Ranks(2) as pool:
-        pool.submit(on_rank, 1, job, argument)
+        pool.submit(act_on_rank, 1, job, argument)
         alive, dead = pool.collect(30)
         assert alive.ok and not dead.ok and dead.exitcode == exitcode
-        pool.submit(dist.get_rank)  # the others can be asked all the same
+        pool.submit(dist.get_rank)  # the executor still serves the remaining ranks
         alive, dead = pool.collect(30)
         assert alive.value == 0 and dead.exitcode == exitcode
-        os.kill(pool.pids[0], signal.SIGSTOP)  # also while they read nothing
+        os.kill(pool.pids[0], signal.SIGSTOP)  # while rank 0 is not reading
         threading.Timer(0.3, os.kill, (pool.pids[0], signal.SIGCONT)).start()
         pool.submit(echo, bytes(BIG))
         alive, dead = pool.collect(30)
@@ -211,8 +213,8 @@ def test_a_dead_rank_is_reported(job: Any, argument: int, exitcode: int, message
 
 @pytest.mark.parametrize("where", ["function", "call", "step", "item", "message"])
 def test_a_rank_that_dies_at_work_is_reported_within_a_second(where: str) -> None:
-    """Also in the middle of an item that fills the pipe, and with half of a message read: neither
-    blocks the other side."""
+    """Rank 1 is killed in a function, in a call, in a step, while an item fills the pipe, or with
+    half of a message read. The executor never blocks."""
     with Ranks(2, Held) as ranks:
         pid = ranks.pids[1]
         act: Callable[[], object] = partial(ranks.call, "signal", 1, int(signal.SIGKILL))
@@ -223,7 +225,7 @@ def test_a_rank_that_dies_at_work_is_reported_within_a_second(where: str) -> Non
             act = partial(list, ranks.stream("die_in_step", 2, 1))
         elif where == "item":
             items = ranks.stream("count", 3, BIG, rank=1)
-            next(items)  # the next item waits for room
+            next(items)  # the next item waits for space in the pipe
             time.sleep(0.1)
             os.kill(pid, signal.SIGKILL)
             act = partial(list, items)
@@ -231,11 +233,11 @@ def test_a_rank_that_dies_at_work_is_reported_within_a_second(where: str) -> Non
             os.kill(pid, signal.SIGSTOP)
             threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
             act = partial(ranks.call, "echo", torch.zeros(BIG))
-        error = failure_of(ranks, act)
+        error = require_failure(ranks, act)
     dead = error.outcomes[1]
     assert dead.seconds < 1 and dead.exitcode == -signal.SIGKILL == ranks.exitcodes[1]
     assert f"rank 1 (pid {pid}), after 0." in str(error) and "killed by SIGKILL" in str(error)
-    if where == "call":  # of the other, whose cause is known, there are no stacks
+    if where == "call":  # The cause is known, so the error has no stack of rank 0.
         assert str(error).startswith("signal failed on 2 of 2 ranks\n\nThe executor")
         assert "\n\nrank 0: no response\n\n" in str(error)
 
@@ -245,40 +247,40 @@ def test_a_rank_that_dies_in_a_factory_or_while_idle_is_noticed() -> None:
         Ranks(2, die_on, 1)
     with Ranks(2, Held) as ranks:
         os.kill(ranks.pids[1], signal.SIGKILL)
-        begin = time.monotonic()
+        start = time.monotonic()
         while ranks.healthy:
-            assert time.monotonic() - begin < 1
+            assert time.monotonic() - start < 1
             time.sleep(0.01)
-        error = failure_of(ranks, lambda: ranks.call("rank"))
+        error = require_failure(ranks, lambda: ranks.call("rank"))
     assert error.outcomes[0].value == 0 and error.outcomes[1].exitcode == -signal.SIGKILL
 
 
-# Time.
+# Timeouts and stopped ranks.
 
 
 @pytest.mark.parametrize("use", ["call", "run"])
 def test_a_stopped_rank_is_reported_when_time_is_up(use: str) -> None:
-    """It cannot hold up a large message either."""
+    """Rank 1 is stopped and receives a message larger than the pipe. The call still times out."""
     with Ranks(2, Held) as ranks:
         ranks.run(sum_of_ranks)  # imports this module
-        act = partial(ranks.call, "echo") if use == "call" else partial(ranks.run, echo)
+        call = partial(ranks.call, "echo") if use == "call" else partial(ranks.run, echo)
         os.kill(ranks.pids[1], signal.SIGSTOP)
-        begin = time.monotonic()
-        error = failure_of(ranks, lambda: act(torch.zeros(BIG), timeout=0.3))
-    assert 0.3 <= time.monotonic() - begin < 10
+        start = time.monotonic()
+        error = require_failure(ranks, lambda: call(torch.zeros(BIG), timeout=0.3))
+    assert 0.3 <= time.monotonic() - start < 10
     assert error.outcomes[1].timed_out
     assert "no response: stopped by a signal" in str(error)
 
 
-def test_a_stopped_rank_may_come_back() -> None:
+def test_a_stopped_rank_may_continue() -> None:
     with Ranks(2) as pool:
-        pool.submit(on_rank, 1, signal_on, signal.SIGSTOP)
+        pool.submit(act_on_rank, 1, send_signal, signal.SIGSTOP)
         deadline = time.monotonic() + 30
         while (outcomes := pool.collect(0.2))[0].timed_out and time.monotonic() < deadline:
             pass
         went_on, stopped = outcomes
         assert went_on.value == "went on" and stopped.timed_out and not stopped.ok
-        stat = Path(f"/proc/{pool.pids[1]}/stat")  # a SIGCONT before it has stopped is lost
+        stat = Path(f"/proc/{pool.pids[1]}/stat")  # a SIGCONT before the rank has stopped is lost
         while stat.read_text().rpartition(")")[2].split()[0] != "T":
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -286,18 +288,18 @@ def test_a_stopped_rank_may_come_back() -> None:
         assert [outcome.value for outcome in pool.collect(30)] == ["went on", "went on"]
 
 
-def test_a_call_that_takes_too_long_says_where_the_ranks_are() -> None:
+def test_a_timeout_reports_the_stacks_of_the_ranks() -> None:
     with Ranks(2, Held, timeout=0.3) as ranks:
-        error = failure_of(ranks, lambda: ranks.call("sleep", 100))
+        error = require_failure(ranks, lambda: ranks.call("sleep", 100))
     assert all(outcome.timed_out for outcome in error.outcomes)
     assert "still running" in str(error) and "in sleep" in str(error)
 
 
-# What ends ranks from outside, and what is left then: nothing.
+# The end of ranks: interrupts, close() and the death of the parent.
 
 
 def test_an_interrupt_ends_a_call_but_no_submitted_function() -> None:
-    with Ranks(2, Held, timeout=1e10) as ranks:  # more than locks take
+    with Ranks(2, Held, timeout=1e10) as ranks:  # exceeds the largest timeout of a lock
         pids = ranks.pids
         ranks.submit(time.sleep, 1.0)
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -309,7 +311,7 @@ def test_an_interrupt_ends_a_call_but_no_submitted_function() -> None:
             ranks.call("sleep", 100)
         with pytest.raises(RuntimeError, match=r"\(a call was interrupted by KeyboardInterrupt\)"):
             ranks.call("rank")
-    assert gone(pids)
+    assert wait_until_gone(pids)
 
 
 def test_closing_ends_the_call_of_another_thread() -> None:
@@ -321,18 +323,18 @@ def test_closing_ends_the_call_of_another_thread() -> None:
         ranks.close()
         with pytest.raises(RuntimeError, match="closed during a call"):
             call.result(5)
-    assert gone(pids)
+    assert wait_until_gone(pids)
 
 
-def test_close_takes_along_busy_stopped_and_grandchild_processes() -> None:
+def test_close_ends_busy_stopped_and_grandchild_processes() -> None:
     with Ranks(3) as pool:
-        pids = [*pool.pids, *pool.run(child_process)]
+        pids = [*pool.pids, *pool.run(start_child_process)]
         pool.submit(time.sleep, 100)
         os.kill(pool.pids[1], signal.SIGSTOP)
-        begin = time.monotonic()
-    assert time.monotonic() - begin < 20  # they would sleep for 100
+        start = time.monotonic()
+    assert time.monotonic() - start < 20  # the ranks would sleep for 100 s
     assert pool.exitcodes == [-signal.SIGKILL] * 3
-    assert gone(pids)
+    assert wait_until_gone(pids)
 
 
 PARENT = """
@@ -367,8 +369,8 @@ def test_a_killed_parent_leaves_nothing_behind(how: str, tmp_path: Path) -> None
     )
     assert parent.returncode == (0 if how == "exit" else -signal.SIGKILL)
     pids = [int(pid) for pid in parent.stdout.split()]
-    assert len(pids) == 2 and gone(pids)
-    deadline = time.monotonic() + 20  # for the fork server to notice, and to clean up
+    assert len(pids) == 2 and wait_until_gone(pids)
+    deadline = time.monotonic() + 20  # the fork server needs time to notice and to clean up
     while (left := list(temporary.iterdir())) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not left
@@ -377,7 +379,7 @@ def test_a_killed_parent_leaves_nothing_behind(how: str, tmp_path: Path) -> None
 def test_a_fork_is_not_the_parent() -> None:
     with Ranks(1, Held) as ranks:
 
-        def use() -> str:
+        def call_in_fork() -> str:
             with pytest.raises(
                 RuntimeError,
                 match="this process was forked and cannot use the executor of its parent",
@@ -386,32 +388,32 @@ def test_a_fork_is_not_the_parent() -> None:
             ranks.close()
             return ""
 
-        assert in_child(use) == "fine"
+        assert run_in_child(call_in_fork) == "fine"
         assert ranks.call("rank") == [0]
 
 
-def test_ranks_leave_no_descriptors() -> None:
-    def held() -> int:
-        gc.collect()  # what earlier tests have left
+def test_ranks_leak_no_descriptors() -> None:
+    def count_descriptors() -> int:
+        gc.collect()  # frees objects of earlier tests
         return len(os.listdir("/proc/self/fd"))
 
-    def use() -> None:
+    def run_and_close() -> None:
         with Ranks(2, Held) as ranks:
             ranks.call("echo", torch.zeros(10))
             next(ranks.stream("count", 100))
 
-    use()
-    before = held()
+    run_and_close()
+    before = count_descriptors()
     for _ in range(2):
-        use()
-    assert held() == before
+        run_and_close()
+    assert count_descriptors() == before
 
 
-# Calls and streams of what ranks hold: they reach every rank; refusals leave the ranks usable.
+# Calls and streams of objects that the ranks hold.
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
+def two_ranks() -> Iterator[Ranks]:
     with Ranks(2, Held, 10) as ranks:
         yield ranks
         assert ranks.healthy, "a test has broken the executor"
@@ -420,7 +422,7 @@ def two() -> Iterator[Ranks]:
 # Calls.
 
 
-def test_results_come_by_rank() -> None:
+def test_results_are_in_rank_order() -> None:
     with Ranks(3, Held, start=1, timeout=60) as ranks:
         for added in ranks.call("add", torch.zeros(2, 3)):
             assert torch.equal(added, torch.full((2, 3), 6.0))
@@ -430,188 +432,196 @@ def test_results_come_by_rank() -> None:
     assert ranks.exitcodes == [0] * 3 and not ranks.healthy
 
 
-def test_arguments_and_results_of_every_kind(two: Ranks) -> None:
+def test_arguments_and_results_of_every_kind(two_ranks: Ranks) -> None:
     x = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
-    for args, kwargs in two.call("echo", 1, (2.5, [None, "ü"]), x.t(), key={"b": b"\0", 3: True}):
+    for args, kwargs in two_ranks.call(
+        "echo", 1, (2.5, [None, "ü"]), x.t(), key={"b": b"\0", 3: True}
+    ):
         assert args[:2] == (1, (2.5, [None, "ü"])) and kwargs == {"key": {"b": b"\0", 3: True}}
         assert torch.equal(args[2], x.t()) and args[2].dtype == x.dtype
-    added = two.call("add", x.float(), rank=0)
+    added = two_ranks.call("add", x.float(), rank=0)
     assert torch.equal(added, x.float() * 2 + 21)
-    assert torch.equal(x.flatten(), torch.arange(6).bfloat16())  # ranks change copies
+    assert torch.equal(x.flatten(), torch.arange(6).bfloat16())  # the ranks modify copies
 
 
-def test_messages_larger_than_the_pipe_go_in_parts(two: Ranks) -> None:
+def test_messages_larger_than_the_pipe(two_ranks: Ranks) -> None:
     nbytes = (5 << 20) + 12345
     x = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
-    text = "ü" * (nbytes // 2)
-    for (got, got_text), kwargs in two.call("echo", x, text, more=[x[:7], x]):
-        assert torch.equal(got, x) and got_text == text
+    string = "ü" * (nbytes // 2)
+    for (got, got_string), kwargs in two_ranks.call("echo", x, string, more=[x[:7], x]):
+        assert torch.equal(got, x) and got_string == string
         assert torch.equal(kwargs["more"][0], x[:7]) and torch.equal(kwargs["more"][1], x)
-    for sizes in ([0, 3_000_000], [3_000_000, 1]):  # of the ranks' answers
-        results = two.call("mine", sizes)
+    for sizes in ([0, 3_000_000], [3_000_000, 1]):  # sizes of the results by rank
+        results = two_ranks.call("mine", sizes)
         assert [len(result) for result in results] == sizes
         assert all((result == rank).all() for rank, result in enumerate(results))
 
 
-def test_waiting_costs_nothing(two: Ranks) -> None:
+def test_waiting_uses_no_cpu_time(two_ranks: Ranks) -> None:
     def cpu_seconds() -> float:
         ticks = 0
-        for pid in two.pids:
+        for pid in two_ranks.pids:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             ticks += int(fields[11]) + int(fields[12])
         return ticks / os.sysconf("SC_CLK_TCK")
 
-    two.call("nothing")
-    before, begin = cpu_seconds(), time.thread_time()
-    two.call("sleep", 0.2)
-    assert time.thread_time() - begin < 0.1  # the parent looks after the ranks
+    two_ranks.call("nothing")
+    before, start = cpu_seconds(), time.thread_time()
+    two_ranks.call("sleep", 0.2)
+    assert time.thread_time() - start < 0.1  # the parent polls the ranks
     time.sleep(0.2)
-    assert cpu_seconds() - before < 0.2  # gloo's own threads poll
+    assert cpu_seconds() - before < 0.2  # the gloo threads poll
 
 
-def test_calls_of_several_threads_take_turns(two: Ranks) -> None:
+def test_calls_of_several_threads_are_serialized(two_ranks: Ranks) -> None:
     spans: list[tuple[float, float]] = []
 
     def work() -> None:
         for _ in range(5):
-            begin, end = two.call("sleep", 0.005, rank=0).split()
+            begin, end = two_ranks.call("sleep", 0.005, rank=0).split()
             spans.append((float(begin), float(end)))
 
-    assert together([work] * 4) == [None] * 4
+    assert run_concurrently([work] * 4) == [None] * 4
     spans.sort()
     assert len(spans) == 20
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
     with ThreadPoolExecutor(1) as threads:
-        threads.submit(two.call, "sleep", 0.5)
+        threads.submit(two_ranks.call, "sleep", 0.5)
         time.sleep(0.1)
-        assert two.healthy  # any thread may ask
+        assert two_ranks.healthy  # readable from any thread
         with pytest.raises(TimeoutError, match=r"timed out after 0\.2 s: calls of other threads"):
-            two.call("nothing", timeout=0.2)
-    assert two.call("rank") == [0, 1]
+            two_ranks.call("nothing", timeout=0.2)
+    assert two_ranks.call("rank") == [0, 1]
 
 
-# Refusals and exceptions: the ranks stay usable.
+# Refusals and exceptions leave the ranks usable.
 
 
-def test_an_exception_comes_back_with_its_traceback_and_is_not_printed(
-    two: Ranks, capfd: pytest.CaptureFixture[str]
+def test_an_exception_is_raised_with_its_traceback_and_not_printed(
+    two_ranks: Ranks, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(RankError, match=r"^fail failed on 1 of 2 ranks\n\nrank 1 \(pid ") as caught:
-        two.call("fail", [1])
+        two_ranks.call("fail", [1])
     good, bad = caught.value.outcomes
     assert good.ok and good.value == 0
     assert bad.error_type == "ArithmeticError" and bad.error.startswith("Traceback")
     assert "in fail\n" in bad.error and str(Path(launch.__file__).parent) not in bad.error
     assert "closed" not in str(caught.value)
     with pytest.raises(RankError, match=r"failed on 2 of 2 ranks(?s:.*)SystemExit: 3"):
-        two.call("fail", [0, 1], how="exit")
-    text = r"the result of unsendable cannot be sent: cannot pickle '_thread\.lock' object"
-    with pytest.raises(RankError, match=text) as caught:
-        two.call("unsendable", [0, 1])
+        two_ranks.call("fail", [0, 1], how="exit")
+    message = r"the result of unsendable cannot be sent: cannot pickle '_thread\.lock' object"
+    with pytest.raises(RankError, match=message) as caught:
+        two_ranks.call("unsendable", [0, 1])
     assert "During handling" not in str(caught.value)
-    assert two.call("unsendable", [1], rank=0) == 1  # rank 1's is not wanted
+    assert two_ranks.call("unsendable", [1], rank=0) == 1  # the result of rank 1 is not requested
     assert capfd.readouterr() == ("", "")
 
 
-def test_refusals_send_nothing(two: Ranks) -> None:
+def test_refusals_send_nothing(two_ranks: Ranks) -> None:
     with pytest.raises(AttributeError, match=r"no public method 'ech' \(did you mean 'echo'\?\); "):
-        two.call("ech")
+        two_ranks.call("ech")
     for name in ("_secret", "__init__", "limit", "costly", "start"):
-        for use in (two.call, two.stream):
+        for attempt in (two_ranks.call, two_ranks.stream):
             with pytest.raises(AttributeError, match="no public method"):
-                use(name)
+                attempt(name)
     with pytest.raises(TypeError, match=r"^the call of echo cannot be sent: cannot pickle"):
-        two.call("echo", 1, {"x": threading.Lock()})
+        two_ranks.call("echo", 1, {"x": threading.Lock()})
     with pytest.raises(ValueError, match="rank is 2; expected 0 to 1"):
-        two.call("rank", rank=2)
+        two_ranks.call("rank", rank=2)
     for timeout in (0, -1.0, float("inf"), float("nan")):
         with pytest.raises(
             ValueError, match="timeout must be a positive, finite number of seconds"
         ):
-            two.call("rank", timeout=timeout)
-    assert two.call("rank") == [0, 1]
+            two_ranks.call("rank", timeout=timeout)
+    assert two_ranks.call("rank") == [0, 1]
 
 
-def test_factories_that_make_nothing() -> None:
+def test_factories_that_fail() -> None:
     with pytest.raises(TypeError, match="lambda"):
         Ranks(1, lambda: None)
     with pytest.raises(RankError, match=r"Held failed on 1 of 1(?s:.*)rank 0 was told to"):
         Ranks(1, Held, 0, 0)
 
 
-def test_closed_ranks_say_so() -> None:
+def test_a_closed_executor_refuses_calls() -> None:
     ranks = Ranks(1, make, 5, threads=2)
     assert ranks.call("add", torch.zeros(1))[0].item() == 5
     items = ranks.stream("count", 100)
     next(items)
     ranks.close()
     ranks.close()
-    for use in (lambda: ranks.call("rank"), lambda: ranks.run(os.getpid), lambda: ranks.collect(1)):
+    for attempt in (
+        lambda: ranks.call("rank"),
+        lambda: ranks.run(os.getpid),
+        lambda: ranks.collect(1),
+    ):
         with pytest.raises(RuntimeError, match=r"is closed \(close\(\) was called\); start a"):
-            use()
+            attempt()
     with pytest.raises(RuntimeError, match="this executor is closed"):
         next(items)
     items.close()
 
 
-# Streams: all ranks make the same steps, whatever the consumer does.
+# Streams: all ranks run the same number of steps, whatever the consumer does.
 
 
-def test_a_stream_yields_what_a_rank_yields(two: Ranks) -> None:
-    assert list(two.stream("count", 20)) == [2.0 * step for step in range(20)]
-    assert two.call("progress") == [(20, "exhausted")] * 2
-    assert list(two.stream("uneven", [3, 5], rank=1)) == [0, 1, 2, 3, 4]
-    assert list(two.stream("uneven", [3, 5])) == [0, 1, 2]
-    assert list(two.stream("late", 0)) == list(two.stream("late", 1)) == [0, 1]
-    assert list(two.stream("count", 0)) == []
+def test_a_stream_yields_the_items_of_a_rank(two_ranks: Ranks) -> None:
+    assert list(two_ranks.stream("count", 20)) == [2.0 * step for step in range(20)]
+    assert two_ranks.call("progress") == [(20, "exhausted")] * 2
+    assert list(two_ranks.stream("uneven", [3, 5], rank=1)) == [0, 1, 2, 3, 4]
+    assert list(two_ranks.stream("uneven", [3, 5])) == [0, 1, 2]
+    assert list(two_ranks.stream("late", 0)) == list(two_ranks.stream("late", 1)) == [0, 1]
+    assert list(two_ranks.stream("count", 0)) == []
 
 
-@pytest.mark.parametrize("taken", [0, 1, 30])
-def test_closing_a_stream_ends_all_ranks_after_the_same_step(two: Ranks, taken: int) -> None:
-    two.call("progress")
-    items = two.stream("count", 10_000)
-    for step in range(taken):
+@pytest.mark.parametrize("num_items", [0, 1, 30])
+def test_closing_a_stream_ends_all_ranks_after_the_same_step(
+    two_ranks: Ranks, num_items: int
+) -> None:
+    two_ranks.call("progress")
+    items = two_ranks.stream("count", 10_000)
+    for step in range(num_items):
         assert next(items) == 2.0 * step
-    time.sleep(0.05)  # ranks do not run away from a slow consumer
+    time.sleep(0.05)  # the ranks stay close to a slow consumer
     items.close()
-    (steps, ended), other = two.call("progress")
-    assert other == (steps, ended)
-    if taken:
-        assert ended == "closed" and taken <= steps <= taken + pool_module.STREAM_AHEAD
+    (steps, ended), other_rank = two_ranks.call("progress")
+    assert other_rank == (steps, ended)
+    if num_items:
+        assert ended == "closed" and num_items <= steps <= num_items + ranks_module.STREAM_AHEAD
 
 
-def test_items_larger_than_the_pipe(two: Ranks) -> None:
+def test_items_larger_than_the_pipe(two_ranks: Ranks) -> None:
     pad = 1 << 19
-    received = [(value, len(rest)) for value, rest in two.stream("count", 5, pad)]
+    received = [(value, len(rest)) for value, rest in two_ranks.stream("count", 5, pad)]
     assert received == [(2.0 * step, pad) for step in range(5)]
-    for _ in two.stream("count", 10_000, pad):
-        break  # an abandoned stream is closed, here with rank 0 in the middle of an item
-    assert two.call("progress")[1][1] == "closed"
+    for _ in two_ranks.stream("count", 10_000, pad):
+        break  # abandoning a stream closes it, here while rank 0 sends an item
+    assert two_ranks.call("progress")[1][1] == "closed"
 
 
-def test_a_stream_keeps_other_calls_waiting(two: Ranks) -> None:
-    items = two.stream("count", 3)
+def test_calls_wait_for_an_open_stream(two_ranks: Ranks) -> None:
+    items = two_ranks.stream("count", 3)
     next(items)
-    for use in (lambda: two.call("nothing"), lambda: next(two.stream("count", 3))):
+    for attempt in (lambda: two_ranks.call("nothing"), lambda: next(two_ranks.stream("count", 3))):
         with pytest.raises(RuntimeError, match="a stream is open; exhaust or close its iterator"):
-            use()
+            attempt()
     with ThreadPoolExecutor(1) as threads:
-        call = threads.submit(two.call, "rank")
+        call = threads.submit(two_ranks.call, "rank")
         time.sleep(0.1)
         assert not call.done()
         assert list(items) == [2.0, 4.0]
         assert call.result(30) == [0, 1]
 
 
-def test_failures_in_a_stream(two: Ranks) -> None:
+def test_failures_in_a_stream(two_ranks: Ranks) -> None:
     seen = []
     with pytest.raises(RankError, match=r"failed on 2 of 2 ranks(?s:.*)rank 1 was told to"):
-        seen.extend(two.stream("fail_in_step", 2, [0, 1]))
-    assert seen == [0, 1][: len(seen)]  # the error of rank 1 may come before items of rank 0
+        seen.extend(two_ranks.stream("fail_in_step", 2, [0, 1]))
+    assert seen == [0, 1][: len(seen)]  # the error of rank 1 may arrive before items of rank 0
     with pytest.raises(RankError, match=r"failed on 1 of 2 ranks(?s:.*)rank 1 was told to"):
-        list(two.stream("fail_in_step", 2, [1]))
+        list(two_ranks.stream("fail_in_step", 2, [1]))
     with pytest.raises(RankError, match=r"an item cannot be sent: cannot pickle '_thread\.lock'"):
-        list(two.stream("unsendable_items"))
+        list(two_ranks.stream("unsendable_items"))
     with pytest.raises(RankError, match=r"rank returned a int; stream\(\) needs a generator"):
-        list(two.stream("rank"))
-    assert two.call("rank") == [0, 1]
+        list(two_ranks.stream("rank"))
+    assert two_ranks.call("rank") == [0, 1]

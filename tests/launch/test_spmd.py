@@ -1,4 +1,4 @@
-"""``tpkernels.spmd``: closures and lambdas on ranks with a mesh, from scripts without a guard."""
+"""`tpkernels.spmd`: closures and lambdas on ranks with a mesh, in scripts without a main guard."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support.cases import RanksFixture
-from tests.support.processes import output_of
+from tests.support.processes import python_output
 from tpkernels.launch import RankError
 
 
@@ -23,12 +23,13 @@ def test_the_store_listens_on_loopback_only(ranks: RanksFixture) -> None:
     tables = [path for path in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")) if path.exists()]
     sockets = [line.split() for path in tables for line in path.read_text().splitlines()[1:]]
     listening = [address for _, address, _, state, *_ in sockets if state == "0A"]
-    here = [address.removesuffix(port) for address in listening if address.endswith(port)]
-    assert here == ["0100007F"]  # 127.0.0.1 on a little-endian machine
+    addresses = [address.removesuffix(port) for address in listening if address.endswith(port)]
+    assert addresses == ["0100007F"]  # 127.0.0.1 on a little-endian machine
 
 
 def test_a_closure_on_a_mesh() -> None:
-    """With an argument, a keyword, and a variable of the caller; results are tensors."""
+    """The closure receives an argument and a keyword, reads a variable of the caller, and returns
+    tensors."""
     offset = torch.tensor([10.0])
 
     def work(mesh: Any, x: torch.Tensor, *, factor: int) -> Any:
@@ -42,7 +43,8 @@ def test_a_closure_on_a_mesh() -> None:
 
 
 def test_attributes_with_the_names_of_submodules() -> None:
-    """cloudpickle sends `torch.distributed.config`, which is no plain module."""
+    """The closure reads an attribute ``config``. cloudpickle then sends `torch.distributed.config`,
+    which is not a plain module."""
     box = SimpleNamespace(config=7)
     assert tpkernels.spmd(lambda mesh: box.config + dist.get_rank(), 1) == [7]
 
@@ -64,11 +66,11 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_threads_start_ranks_at_once(tmp_path: Path) -> None:
-    """For the first time in the process."""
+def test_threads_start_ranks_simultaneously(tmp_path: Path) -> None:
+    """Three threads make the first `spmd` calls of a process at the same time."""
     path = tmp_path / "script.py"
     path.write_text(IN_THREADS)
-    assert output_of(path) == f"{[[(1, '1')]] * 3} 3\n"
+    assert python_output(path) == f"{[[(1, '1')]] * 3} 3\n"
 
 
 SCRIPT = """
@@ -89,7 +91,7 @@ def test_a_script_needs_no_guard(tmp_path: Path, how: str) -> None:
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
     with path.open() as script:
-        printed = output_of(*([path] if how == "a file" else ["-"]), stdin=script)
+        printed = python_output(*([path] if how == "a file" else ["-"]), stdin=script)
     assert printed.splitlines() == ["[2, 3] True"]
 
 
@@ -101,25 +103,26 @@ def test_errors_come_with_the_tracebacks_of_the_ranks() -> None:
 
     with pytest.raises(RankError) as caught:
         tpkernels.spmd(work, 3)
-    text = str(caught.value)
-    assert re.search(r"rank 1 \(pid(.|\n)*in work(.|\n)*on the second rank\n", text)
-    assert text.count("on others") == 2  # the line of code, and the error, of rank 0 only
-    assert text.endswith(" s: same error as rank 0")
+    message = str(caught.value)
+    assert re.search(r"rank 1 \(pid(.|\n)*in work(.|\n)*on the second rank\n", message)
+    assert message.count("on others") == 2  # source line and error of rank 0
+    assert message.endswith(" s: same error as rank 0")
     with pytest.raises(RankError, match="cannot pickle"):
         tpkernels.spmd(lambda mesh: threading.Lock(), 1)
 
 
-def test_semaphores_of_a_rank_end_with_it() -> None:
-    """Those of tqdm, say, or Python warns of leaked ones as the script ends."""
+def test_semaphores_of_a_rank_are_unlinked() -> None:
+    """A rank leaves a semaphore open, as tqdm does. Python would otherwise warn of a leaked
+    semaphore when the script ends."""
 
-    def made(mesh: Any) -> str:
+    def create_semaphore(mesh: Any) -> str:
         import multiprocessing
 
         lock = multiprocessing.get_context("spawn").Lock()
-        dist.kept = lock  # type: ignore[attr-defined]
+        dist.semaphore = lock  # type: ignore[attr-defined]
         return str(lock._semlock.name)  # type: ignore[attr-defined]
 
-    [name] = tpkernels.spmd(made, 1)
+    [name] = tpkernels.spmd(create_semaphore, 1)
     assert not Path(f"/dev/shm/sem.{name[1:]}").exists()
 
 

@@ -1,4 +1,4 @@
-"""Each vector unit that this processor has."""
+"""The fixture ``unit``: each vector unit of this processor, and the loops on tiles in memory."""
 
 from __future__ import annotations
 

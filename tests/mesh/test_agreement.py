@@ -1,5 +1,5 @@
-"""Ranks that are in different products: each learns both, before anything is sent, or, of products
-that all know, from the ops' own checks."""
+"""Ranks that run different sharded matmuls. Every rank raises an error with the different matmuls
+before data is sent. For cached matmuls, the checks of the ops raise the error."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 import tpkernels
 from tests.support import meshes
 from tests.support.cases import RanksFixture
-from tests.support.meshes import S0, S1, Placements, R, draw, error_of, make_mesh
-from tests.support.ranked import TIMEOUT, apart, messages_of, on_ranks
+from tests.support.meshes import S0, S1, Placements, R, draw, find_error, make_mesh
+from tests.support.ranked import TIMEOUT, collect_messages, on_ranks, separate_hosts
 from tpkernels.errors import WorkspaceMemoryError
 from tpkernels.groups.group import Group
 from tpkernels.mesh import agreement
 
-AT_ONCE = TIMEOUT / 2  # s: nobody waits until the timeout
+PROMPT = TIMEOUT / 2  # s; ranks raise long before the timeout
 
 
 def multiply(
@@ -36,15 +36,15 @@ def multiply(
     algorithm: str = "auto",
     out: Placements | None = None,
 ) -> str | None:
-    """What is wrong with a product, whose result is replicated if nothing else is asked for."""
+    """Run a sharded matmul, by default with a replicated result. Return its error or None."""
     m, k, n = shape
     a, b = draw("x", (m, k), mesh, x, dtype), draw("w", (k, n), mesh, w, dtype)
     out = out or (R,) * mesh.ndim
     y = tpkernels.sharded_matmul(a.sharded, b.sharded, out, strategy, algorithm=algorithm)
-    return error_of(y, a.value @ b.value, torch.zeros(m, n), out)
+    return find_error(y, a.value @ b.value, torch.zeros(m, n), out)
 
 
-# On two dims: one product that communicates along one of them only, and one along the other.
+# Two matmuls on a 2-D mesh. The first communicates along mesh dim 0 only, the second along dim 1.
 ALONG_0: dict[str, Any] = {"x": (R, R), "w": (S1, R), "strategy": "N,none"}
 ALONG_1: dict[str, Any] = {"x": (R, R), "w": (R, S1), "strategy": "none,N"}
 
@@ -53,24 +53,25 @@ ALONG_1: dict[str, Any] = {"x": (R, R), "w": (R, S1), "strategy": "none,N"}
 @pytest.mark.parametrize("together", [True, False])
 @on_ranks(4)
 def test_plans_without_a_common_group(together: bool) -> None:
-    """Ranks that communicate along different mesh dims, and then make the same products."""
-    rest = r"float32, partials in float32, strategy '\w+,\w+', algorithm 'auto', "
-    rest += r"on the cpu mesh \[\[0, 1\], \[2, 3\]\]\)"
+    """Even and odd ranks communicate along different mesh dims, and all raise a mismatch error.
+    Then all ranks run the same matmuls without error."""
+    suffix = r"float32, partials in float32, strategy '\w+,\w+', algorithm 'auto', "
+    suffix += r"on the cpu mesh \[\[0, 1\], \[2, 3\]\]\)"
     pattern = (
         r"CollectiveMismatchError: the ranks are in different calls: global ranks \[0, 2\] in "
-        rf"sharded_matmul\(\[6, 4\] R,R @ \[4, 8\] S1,R -> R,R, {rest}; global ranks \[1, 3\] in "
-        rf"sharded_matmul\(\[6, 4\] R,R @ \[4, 8\] R,S1 -> R,R, {rest}\. No data was sent"
+        rf"sharded_matmul\(\[6, 4\] R,R @ \[4, 8\] S1,R -> R,R, {suffix}; global ranks \[1, 3\] in "
+        rf"sharded_matmul\(\[6, 4\] R,R @ \[4, 8\] R,S1 -> R,R, {suffix}\. No data was sent"
     )
-    with nullcontext() if together else apart():
+    with nullcontext() if together else separate_hosts():
         mesh = make_mesh((2, 2))
-        begin, given = time.monotonic(), (ALONG_0, ALONG_1)[dist.get_rank() % 2]
-        (message,) = messages_of([lambda: multiply(mesh, **given)])
+        begin, local_matmul = time.monotonic(), (ALONG_0, ALONG_1)[dist.get_rank() % 2]
+        (message,) = collect_messages([lambda: multiply(mesh, **local_matmul)])
         assert re.match(pattern, message), message
-        assert time.monotonic() - begin < AT_ONCE
-        assert [multiply(mesh, **each) for each in (ALONG_0, ALONG_1)] == [None, None]
+        assert time.monotonic() - begin < PROMPT
+        assert [multiply(mesh, **matmul) for matmul in (ALONG_0, ALONG_1)] == [None, None]
 
 
-# One rank's product and the other's; the error has what differs.
+# Pattern of the difference in the error -> the matmuls of rank 0 and rank 1.
 DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     r"strategy 'none'.*strategy 'N'": ({"strategy": "none"}, {"strategy": "N"}),
     r"S0 @ .*S1 @ ": ({"x": (S0,)}, {"x": (S1,)}),
@@ -78,40 +79,44 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     r"\[6, 4\].*\[7, 4\]": ({"shape": (6, 4, 8)}, {"shape": (7, 4, 8)}),
     r"float32.*bfloat16": ({"dtype": torch.float32}, {"dtype": torch.bfloat16}),
     r"algorithm 'auto'.*algorithm 'ring'": ({"algorithm": "auto"}, {"algorithm": "ring"}),
-    # The first communicates nothing: it would return.
+    # Rank 0 would return, because its matmul does not communicate.
     r"\] R @ .*\] S1 @ ": ({"x": (R,), "w": (R,)}, {"x": (S1,), "w": (S0,)}),
 }
 
 
 @on_ranks(2)
-def test_what_differs_is_named() -> None:
+def test_the_error_shows_the_difference() -> None:
     mesh = make_mesh((2,))
-    own = (dict({"x": (R,), "w": (S1,)}, **each[dist.get_rank()]) for each in DIFFERENT.values())
-    messages = messages_of([lambda given=given: multiply(mesh, **given) for given in own])
+    local_matmuls = (
+        dict({"x": (R,), "w": (S1,)}, **pair[dist.get_rank()]) for pair in DIFFERENT.values()
+    )
+    messages = collect_messages(
+        [lambda matmul=matmul: multiply(mesh, **matmul) for matmul in local_matmuls]
+    )
     for message, pattern in zip(messages, DIFFERENT, strict=True):
         assert re.match(rf"CollectiveMismatchError: .*ranks \[0\] in .*{pattern}", message), message
 
 
 @on_ranks(2)
 def test_gradients_of_different_operands() -> None:
-    """Rank 0 needs the gradient of w, rank 1 that of x."""
+    """Rank 0 needs the gradient of w, and rank 1 the gradient of x. Both raise a mismatch error."""
     mesh = make_mesh((2,))
     x, w = draw("x", (6, 4), mesh, (S0,)).sharded, draw("w", (4, 8), mesh, (S1,)).sharded
     x, w = (x.detach(), w) if dist.get_rank() == 0 else (x, w.detach())
     y = tpkernels.sharded_matmul(x, w, [S0])
-    (message,) = messages_of([lambda: y.backward(y.detach())])
+    (message,) = collect_messages([lambda: y.backward(y.detach())])
     pattern = r"CollectiveMismatchError: .*ranks \[0\] in .*\[4, 6\].*ranks \[1\] in .*\[6, 8\]"
     assert re.match(pattern, message), message
 
 
 @on_ranks(4)
-def test_a_known_product_is_not_compared_again() -> None:
-    """And all ranks forget the same ones, here with room for two, even if they use them in other
-    orders (products that communicate nothing). The exchanges after each."""
+def test_a_cached_matmul_is_not_compared_again() -> None:
+    """Count the exchanges after each matmul, with a cache of two entries. All ranks evict the same
+    entries, even if they run matmuls without communication in different orders."""
     with (
-        mock.patch.object(agreement, "_MOST_KNOWN", 2),
+        mock.patch.object(agreement, "_MAX_CACHED", 2),
         mock.patch.object(
-            Group, "exchange_in_turn", autospec=True, side_effect=Group.exchange_in_turn
+            Group, "lock_and_exchange", autospec=True, side_effect=Group.lock_and_exchange
         ) as exchanges,
     ):
         mesh, counts = make_mesh((2, 2)), []
@@ -124,32 +129,37 @@ def test_a_known_product_is_not_compared_again() -> None:
 
 
 @on_ranks(2)
-def test_a_rank_without_memory_is_not_waited_for() -> None:
-    """Rank 1 has no memory for its part of the product; rank 0 waits for its rows."""
+def test_peers_of_a_rank_without_memory_raise_promptly() -> None:
+    """Rank 1 runs out of memory in its local matmul while rank 0 waits for its rows."""
     mesh = make_mesh((2,))
-    fails = mock.patch.object(torch, "matmul", side_effect=MemoryError("none left"))
+    out_of_memory = mock.patch.object(torch, "matmul", side_effect=MemoryError("none left"))
     begin = time.monotonic()
-    with fails if dist.get_rank() else nullcontext():
-        # A product without a common op, and then the gather of its rows.
-        (message,) = messages_of([lambda: multiply(mesh, (S0,), (R,), "M")])
+    with out_of_memory if dist.get_rank() else nullcontext():
+        # A local matmul, followed by a gather of the rows.
+        (message,) = collect_messages([lambda: multiply(mesh, (S0,), (R,), "M")])
     pattern = "MemoryError: none left$" if dist.get_rank() else "PeerLostError: .*rank 1"
     assert re.match(pattern, message), message
-    assert time.monotonic() - begin < AT_ONCE
+    assert time.monotonic() - begin < PROMPT
 
 
 @pytest.mark.parametrize(("world", "shape"), [(2, (2,)), (4, (2, 2))])
 @on_ranks()
 def test_a_workspace_without_memory(shape: tuple[int, ...]) -> None:
-    """The other groups of a mesh know nothing of it, so they break. What a product raises whose
-    workspace cannot grow, as all ranks of a group find, and then the same one with memory."""
-    mesh, whole = make_mesh(shape), (R,) * (len(shape) - 1)
-    fails = mock.patch.object(torch, "matmul", side_effect=WorkspaceMemoryError("none left"))
-    strategy = ",".join(["M", *["none"] * len(whole)])
+    """No rank of the group can grow the workspace of a matmul, and the matmul raises. On a 1-D mesh
+    the next matmul succeeds. On a 2-D mesh it raises, because groups along the second dim cannot
+    see the reason and break."""
+    mesh, replicated = make_mesh(shape), (R,) * (len(shape) - 1)
+    out_of_memory = mock.patch.object(
+        torch, "matmul", side_effect=WorkspaceMemoryError("none left")
+    )
+    strategy = ",".join(["M", *["none"] * len(replicated)])
 
     def message() -> str:
-        return messages_of([lambda: multiply(mesh, (S0, *whole), (R, *whole), strategy)])[0]
+        return collect_messages(
+            [lambda: multiply(mesh, (S0, *replicated), (R, *replicated), strategy)]
+        )[0]
 
-    with fails:
+    with out_of_memory:
         first = message()
     again = message()
     assert first == "WorkspaceMemoryError: none left"
@@ -157,48 +167,52 @@ def test_a_workspace_without_memory(shape: tuple[int, ...]) -> None:
 
 
 @on_ranks(2)
-def test_a_known_product_and_a_new_one() -> None:
-    """Rank 0 makes a product that both know, rank 1 another one."""
+def test_a_cached_and_a_new_matmul() -> None:
+    """Rank 0 runs a matmul that both ranks have cached, and rank 1 a new matmul. Both raise a
+    mismatch error."""
     mesh = make_mesh((2,))
     multiply(mesh, (R,), (S1,), "N")
     begin, strategy = time.monotonic(), ("N", "none")[dist.get_rank()]
-    (message,) = messages_of([lambda: multiply(mesh, (R,), (S1,), strategy)])
+    (message,) = collect_messages([lambda: multiply(mesh, (R,), (S1,), strategy)])
     calls = ["all_gather\\(", "a new sharded_matmul"][:: 1 if dist.get_rank() == 0 else -1]
     pattern = rf"sharded_matmul\(.*'{strategy}'(?s:.*)is in .*{calls[0]}(?s:.*)is in .*{calls[1]}"
     assert re.match(f"CollectiveMismatchError: {pattern}", message), message
-    assert time.monotonic() - begin < AT_ONCE
+    assert time.monotonic() - begin < PROMPT
 
 
-def known_job(
+def cached_job(
     timeout: float, odd: int, first: dict[str, Any], second: dict[str, Any]
 ) -> tuple[str, float]:
-    """One rank makes another product than the others; all know both."""
+    """Run ``first`` on rank ``odd`` and ``second`` on the remaining ranks, after all ranks cached
+    both matmuls. Return the error and the seconds until it is raised."""
     with mock.patch.object(meshes, "TIMEOUT", timeout):
         mesh = make_mesh((2, 2))
-    for given in (first, second):
-        assert multiply(mesh, **given) is None
-    begin, given = time.monotonic(), first if dist.get_rank() == odd else second
-    (message,) = messages_of([lambda: multiply(mesh, **given)])
+    for matmul in (first, second):
+        assert multiply(mesh, **matmul) is None
+    begin, matmul = time.monotonic(), first if dist.get_rank() == odd else second
+    (message,) = collect_messages([lambda: multiply(mesh, **matmul)])
     return message, time.monotonic() - begin
 
 
-def test_known_products_with_a_common_group(ranks: RanksFixture) -> None:
-    """The products of ranks 0 to 2 have a step along mesh dim 1, where rank 2 finds out, and then
-    one along mesh dim 0."""
+def test_cached_matmuls_with_a_common_group(ranks: RanksFixture) -> None:
+    """Ranks 0 to 2 run a step along mesh dim 1, where rank 2 detects the mismatch with rank 3, then
+    a step along mesh dim 0. All ranks raise promptly."""
     both = {"x": (R, R), "w": (S1, S1), "strategy": "N,N"}
-    for rank, (message, seconds) in enumerate(ranks(4).run(known_job, TIMEOUT, 3, ALONG_1, both)):
+    for rank, (message, seconds) in enumerate(ranks(4).run(cached_job, TIMEOUT, 3, ALONG_1, both)):
         kind = "CollectiveMismatchError" if rank in (2, 3) else "PeerLostError"
         strategy = "none,N" if rank == 3 else "N,N"
         assert re.match(rf"{kind}: sharded_matmul\(.*'{strategy}'", message), (rank, message)
-        assert seconds < AT_ONCE
+        assert seconds < PROMPT
 
 
-def test_known_products_without_a_common_group(ranks: RanksFixture) -> None:
-    """Rank 0 waits for rank 2, which has gone on, and rank 1 for rank 0. The first to give up tells
-    the other one which product it was in. Ranks in messages are those of the group."""
-    told = ranks(4).run(known_job, 2.0, 0, ALONG_0, ALONG_1)
+def test_cached_matmuls_without_a_common_group(ranks: RanksFixture) -> None:
+    """Rank 0 waits for rank 2, which has already returned, and rank 1 waits for rank 0. The first
+    rank that gives up reports its matmul to its peer. Messages contain group ranks."""
+    results = ranks(4).run(cached_job, 2.0, 0, ALONG_0, ALONG_1)
     pattern = r"(CollectiveTimeout|PeerLost)Error: sharded_matmul\(.*strategy '{}'(?s:.*)rank {}"
-    for (message, seconds), strategy, peer in zip(told, ("N,none", "none,N"), (1, 0), strict=False):
+    for (message, seconds), strategy, peer in zip(
+        results, ("N,none", "none,N"), (1, 0), strict=False
+    ):
         assert re.match(pattern.format(strategy, peer), message), message
-        assert seconds < AT_ONCE
-    assert [message for message, _ in told[2:]] == ["nothing", "nothing"]
+        assert seconds < PROMPT
+    assert [message for message, _ in results[2:]] == ["nothing", "nothing"]

@@ -1,4 +1,4 @@
-"""Collectives along one axis and several axes of a mesh; sums and means of DTensors. Exact."""
+"""Collectives along one or several axes of a mesh, and sums and means of DTensors."""
 
 from __future__ import annotations
 
@@ -17,46 +17,47 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import tpkernels
 from tests.support.cases import RanksFixture
-from tests.support.meshes import S0, S1, P, R, draw, error_of, make_mesh
-from tests.support.ranked import check_job, messages_of
+from tests.support.meshes import S0, S1, P, R, draw, find_error, make_mesh
+from tests.support.ranked import check_job, collect_messages
 from tpkernels import mesh as tpmesh
 from tpkernels import sharded_matmul
 from tpkernels.parallel import FusedRowwiseParallel
 
 
 def axes_job() -> None:
-    """Rank (i, j) is number 2 i + j; the order of several axes is that of the mesh."""
+    """Check collectives over every combination of axes. Rank (i, j) has index 2 i + j, and several
+    axes follow the mesh order."""
     mesh = make_mesh((2, 2))
     i, j = mesh.get_coordinate()  # type: ignore[misc]
     base = torch.arange(12.0).view(3, 4)
 
-    def of(a: int, b: int) -> torch.Tensor:
+    def operand(a: int, b: int) -> torch.Tensor:
         return base * (1 + 2 * a + b) - a
 
-    every = [of(a, b) for a, b in itertools.product((0, 1), repeat=2)]
-    along: dict[Any, tuple[int, list[torch.Tensor]]] = {  # this rank's number, and all addends
-        "a": (i, [of(0, j), of(1, j)]),
-        1: (j, [of(i, 0), of(i, 1)]),
-        ("b",): (j, [of(i, 0), of(i, 1)]),
-        ("a", "b"): (2 * i + j, every),
-        ("b", "a"): (2 * i + j, every),
+    operands = [operand(a, b) for a, b in itertools.product((0, 1), repeat=2)]
+    cases: dict[Any, tuple[int, list[torch.Tensor]]] = {  # axes -> index of this rank, addends
+        "a": (i, [operand(0, j), operand(1, j)]),
+        1: (j, [operand(i, 0), operand(i, 1)]),
+        ("b",): (j, [operand(i, 0), operand(i, 1)]),
+        ("a", "b"): (2 * i + j, operands),
+        ("b", "a"): (2 * i + j, operands),
     }
-    for axes, (number, addends) in along.items():
+    for axes, (index, addends) in cases.items():
         total, world = torch.stack(addends).sum(0), len(addends)
-        got = tpmesh.all_reduce(of(i, j), mesh, axes)
+        got = tpmesh.all_reduce(operand(i, j), mesh, axes)
         assert torch.equal(got, total), f"all_reduce over {axes}: {got}"
         sizes = [3, 1, 0, 0] if world == 4 else [3, 1]
-        got = tpmesh.reduce_scatter(of(i, j), mesh, axes, 1, shard_sizes=sizes)
-        assert torch.equal(got, total.split(sizes, 1)[number]), f"reduce_scatter over {axes}: {got}"
-        x = of(i, j).split(sizes, 1)[number].clone().requires_grad_()
+        got = tpmesh.reduce_scatter(operand(i, j), mesh, axes, 1, shard_sizes=sizes)
+        assert torch.equal(got, total.split(sizes, 1)[index]), f"reduce_scatter over {axes}: {got}"
+        x = operand(i, j).split(sizes, 1)[index].clone().requires_grad_()
         gathered = tpmesh.all_gather(x, mesh, axes, 1, shard_sizes=sizes)
-        whole = torch.cat([one.split(sizes, 1)[n] for n, one in enumerate(addends)], 1)
+        full = torch.cat([addend.split(sizes, 1)[n] for n, addend in enumerate(addends)], 1)
         (grad,) = torch.autograd.grad(gathered, x, torch.ones_like(gathered))
-        assert torch.equal(gathered, whole) and torch.equal(grad, torch.full_like(x, world)), axes
+        assert torch.equal(gathered, full) and torch.equal(grad, torch.full_like(x, world)), axes
 
 
 def summed(placement: Placement, dims: tuple[int, ...], keepdim: bool) -> Placement:
-    """The placement of a sum over ``dims`` of a matrix."""
+    """Return the placement of a matrix after a sum over ``dims``."""
     if not isinstance(placement, Shard):
         return placement
     if placement.dim in dims:
@@ -65,36 +66,36 @@ def summed(placement: Placement, dims: tuple[int, ...], keepdim: bool) -> Placem
 
 
 def sums_job() -> None:
-    """Results and gradients of sums and means of every placement, with uneven shards."""
+    """Check results and gradients of sums and means for every placement, with uneven shards."""
     mesh = make_mesh((2, 2), ["rows", "columns"])
     for placements in itertools.product((R, S0, S1, P), repeat=2):
         x = draw("x", (5, 3), mesh, placements)
         for dims, keepdim in (((0,), False), ((1,), True), ((0, 1), False), ((), True)):
-            left = tuple(summed(one, dims, keepdim) for one in placements)
+            out_placements = tuple(summed(placement, dims, keepdim) for placement in placements)
             for function in (tpmesh.sharded_sum, tpmesh.sharded_mean):
                 mean = function is tpmesh.sharded_mean
                 count = math.prod(x.value.shape[d] for d in dims) if mean else 1
                 y = function(x.sharded, dims, keepdim=keepdim)
                 total = x.value.sum(dims, keepdim=keepdim) if dims else x.value
-                # One rounding of each rank's quotient, for which x.size is more than enough.
+                # Each rank rounds its quotient once, and x.size exceeds the quotients.
                 rounding = torch.finfo(torch.float32).eps * x.size.sum() * (count > 1)
                 bound = torch.full_like(total, float(rounding))
                 case = f"{function.__name__} of {placements} over {dims}"
-                error = error_of(y, total / count, bound, left)
+                error = find_error(y, total / count, bound, out_placements)
                 assert error is None, f"{case}: {error}"
-                whole = y.redistribute(placements=[R, R]).to_local().sum()
-                (grad,) = torch.autograd.grad(whole, x.sharded)
+                full_sum = y.redistribute(placements=[R, R]).to_local().sum()
+                (grad,) = torch.autograd.grad(full_sum, x.sharded)
                 assert (grad.to_local() == torch.tensor(1 / count)).all(), (case, grad)
 
 
 def one_axis_job() -> list[str]:
-    """A sum over one of two axes that split the dim is Partial along the other."""
+    """Two axes shard the dim. A sum over axis b leaves the result Partial along axis a."""
     mesh = make_mesh((2, 2))
     x, exact = draw("x", (5, 3), mesh, (S0, S0)), torch.zeros(3, dtype=torch.float64)
-    half = tpmesh.sharded_sum(x.sharded, 0, "b")
-    whole = tpmesh.sharded_sum(half, (), "a")
-    pairs = (half, (P, R)), (whole, (R, R))
-    errors = [error_of(got, x.value.sum(0), exact, left) for got, left in pairs]
+    partial = tpmesh.sharded_sum(x.sharded, 0, "b")
+    full = tpmesh.sharded_sum(partial, (), "a")
+    pairs = (partial, (P, R)), (full, (R, R))
+    errors = [find_error(got, x.value.sum(0), exact, placements) for got, placements in pairs]
     return [error for error in errors if error is not None]
 
 
@@ -106,7 +107,7 @@ def test_collectives(ranks: RanksFixture, job: Callable[[], list[str]]) -> None:
 def refusals_job() -> list[str]:
     mesh, plain = make_mesh((1, 2)), init_device_mesh("cpu", (1, 2))
     x, d = torch.ones(2, 3), DTensor.from_local(torch.ones(2, 3), mesh, [R, S1])
-    return messages_of(
+    return collect_messages(
         [
             lambda: tpmesh.all_gather(x, mesh, "c"),
             lambda: tpmesh.all_gather(x, plain, "a"),
@@ -140,19 +141,19 @@ def test_refusals(ranks: RanksFixture) -> None:
 
 
 def permuted_job() -> list[str]:
-    """Meshes whose ranks do not ascend along a dim, of which some ranks could not know that by
-    their own coordinates."""
-    turned = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("rows", "turned"))
-    upward = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("a", "b"))
+    """Return the errors on meshes whose ranks do not ascend along a dim. Some ranks cannot detect
+    this from their coordinates."""
+    permuted = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("rows", "turned"))
+    transposed = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("a", "b"))
     line = DeviceMesh("cpu", [2, 1, 0, 3])
     group = line.get_group()
     x, rank = torch.tensor([float(dist.get_rank())]), dist.get_rank()
     linear = nn.Linear(4, 4)
-    sharded = distribute_tensor(torch.ones(4, 4), turned, (S0, S1))
-    messages = messages_of(
+    sharded = distribute_tensor(torch.ones(4, 4), permuted, (S0, S1))
+    messages = collect_messages(
         [
-            lambda: tpmesh.all_gather(x, turned, "turned"),
-            lambda: tpmesh.reduce_scatter(torch.ones(4), upward, ("a", "b")),
+            lambda: tpmesh.all_gather(x, permuted, "turned"),
+            lambda: tpmesh.reduce_scatter(torch.ones(4), transposed, ("a", "b")),
             lambda: sharded_matmul(sharded, sharded),
             lambda: tpkernels.all_gather(x, line),
             lambda: torch.compile(tpkernels.all_gather, backend="eager", fullgraph=True)(x, line),
@@ -162,13 +163,14 @@ def permuted_job() -> list[str]:
     )
     assert not isinstance(linear.weight, DTensor)
     for mesh, axis, ranks in (
-        (turned, "rows", ([0, 3], [1, 2])),
-        (upward, "a", ([0, 1], [2, 3])),
-        (upward, 1, ([0, 2], [1, 3])),
+        (permuted, "rows", ([0, 3], [1, 2])),
+        (transposed, "a", ([0, 1], [2, 3])),
+        (transposed, 1, ([0, 2], [1, 3])),
     ):
         got = tpmesh.all_gather(x, mesh, axis).tolist()
-        assert got == next(one for one in ranks if rank in one), (mesh, axis, got)
-    assert tpkernels.all_gather(x, group).tolist() == [0, 1, 2, 3]  # as the message advises
+        assert got == next(row for row in ranks if rank in row), (mesh, axis, got)
+    # The error suggests this call instead.
+    assert tpkernels.all_gather(x, group).tolist() == [0, 1, 2, 3]
     return messages
 
 

@@ -1,4 +1,4 @@
-"""Wrong input to ``sharded_matmul``, and gradients of gradients."""
+"""Invalid input to ``sharded_matmul``, second-order gradients, autocast and torch.compile."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 import tpkernels
 from tests.support.meshes import S0, S1, P, R, draw, make_mesh
-from tests.support.ranked import messages_of, on_ranks
+from tests.support.ranked import collect_messages, on_ranks
 from tpkernels import mesh as tpmesh
 
 BF16, matmul = torch.bfloat16, tpkernels.sharded_matmul
 
 
-def of(shape: tuple[int, ...], mesh: DeviceMesh, *placements: Any, **options: Any) -> DTensor:
+def ones(shape: tuple[int, ...], mesh: DeviceMesh, *placements: Any, **options: Any) -> DTensor:
     local = torch.ones(shape, **options)
     return DTensor.from_local(local, mesh, placements, run_check=False)
 
 
-REFUSALS: list[tuple[str, Callable[..., Any]]] = [  # of a product by `matmul` or plans
+REFUSALS: list[tuple[str, Callable[..., Any]]] = [  # error pattern and call
     (r"TypeError: x is a Tensor, not a DTensor; create a DTensor with .*distribute_tensor or",
      lambda x, w, **_: matmul(torch.ones(3, 4), w)),
     (r"ValueError: x has shape \[3, 4, 2\]; it must be a matrix",
-     lambda x, w, mesh, **_: matmul(of((3, 4, 2), mesh, R), w)),
+     lambda x, w, mesh, **_: matmul(ones((3, 4, 2), mesh, R), w)),
     (r"ValueError: x is on DeviceMesh.* and w on DeviceMesh.*; both must be on the same mesh",
-     lambda x, w, other, **_: matmul(x, of((4, 5), other, R, R))),
+     lambda x, w, other, **_: matmul(x, ones((4, 5), other, R, R))),
     (r"NotImplementedError: the mesh has 3 dims \(1, 1, 2\); meshes of one and two dims",
-     lambda x, w, cube, **_: matmul(of((3, 4), cube, R, R, R), of((4, 5), cube, R, R, R))),
+     lambda x, w, cube, **_: matmul(ones((3, 4), cube, R, R, R), ones((4, 5), cube, R, R, R))),
     (r"ValueError: x is on meta but its mesh is on cpu; move its local shards to the device",
-     lambda x, w, mesh, **_: matmul(of((3, 4), mesh, S0, device="meta"), w)),
+     lambda x, w, mesh, **_: matmul(ones((3, 4), mesh, S0, device="meta"), w)),
     (r"TypeError: x is float32 but w is bfloat16; they must be equal",
-     lambda x, w, mesh, **_: matmul(x, of((4, 5), mesh, R, dtype=BF16))),
+     lambda x, w, mesh, **_: matmul(x, ones((4, 5), mesh, R, dtype=BF16))),
     (r"NotImplementedError: x has dtype int32; supported: float32",
-     lambda x, w, mesh, **_: matmul(of((3, 4), mesh, R, dtype=torch.int32), w)),
+     lambda x, w, mesh, **_: matmul(ones((3, 4), mesh, R, dtype=torch.int32), w)),
     (r"ValueError: x has shape \[6, 4\] and w has shape \[5, 4\]; x must have as many columns",
-     lambda x, w, mesh, **_: matmul(x, of((5, 4), mesh, R))),
+     lambda x, w, mesh, **_: matmul(x, ones((5, 4), mesh, R))),
     (r"ValueError: out_placements has 2 placements, but the mesh has 1 dims; pass one placement",
      lambda x, w, **_: matmul(x, w, [R, R])),
     (r"ValueError: out_placements has Shard\(2\), but the tensor has dims 0 to 1",
@@ -71,20 +71,24 @@ REFUSALS: list[tuple[str, Callable[..., Any]]] = [  # of a product by `matmul` o
 @on_ranks(2)
 def test_refusals() -> None:
     mesh = make_mesh((2,))
-    given: dict[str, Any] = {"x": of((3, 4), mesh, S0), "w": of((4, 5), mesh, R), "mesh": mesh}
+    operands: dict[str, Any] = {
+        "x": ones((3, 4), mesh, S0),
+        "w": ones((4, 5), mesh, R),
+        "mesh": mesh,
+    }
     for name, shape in (("other", (1, 2)), ("cube", (1, 1, 2))):
-        given[name] = init_device_mesh("cpu", shape)
-    got = messages_of([functools.partial(call, **given) for _, call in REFUSALS])
+        operands[name] = init_device_mesh("cpu", shape)
+    got = collect_messages([functools.partial(call, **operands) for _, call in REFUSALS])
     for message, (pattern, _) in zip(got, REFUSALS, strict=True):
         assert re.match(pattern, message), message
 
 
 @on_ranks(2)
 def test_a_rank_outside_the_mesh() -> None:
-    """Rank 1 is in no mesh."""
+    """Rank 1 is not in the mesh and raises. Rank 0 succeeds."""
     mesh = DeviceMesh("cpu", [0])
-    x, w = of((3, 4), mesh, S0), of((4, 5), mesh, R)
-    (message,) = messages_of([lambda: tpkernels.sharded_matmul(x, w)])
+    x, w = ones((3, 4), mesh, S0), ones((4, 5), mesh, R)
+    (message,) = collect_messages([lambda: tpkernels.sharded_matmul(x, w)])
     pattern = (
         "ValueError: this rank is not in the mesh DeviceMesh" if dist.get_rank() else "nothing"
     )
@@ -92,32 +96,32 @@ def test_a_rank_outside_the_mesh() -> None:
 
 
 @on_ranks(2)
-def test_gradients_of_gradients() -> list[str]:
-    """The gradient of a gradient, against plain torch."""
+def test_second_order_gradients() -> list[str]:
+    """Compare gradients of gradients with plain torch."""
     mesh = make_mesh((2,), ["second"])
     x, w = draw("x", (5, 4), mesh, (S0,)), draw("w", (4, 3), mesh, (S1,))
 
-    def second(a: Any, b: Any, product: Any, whole: Any) -> list[torch.Tensor]:
-        y = product(a, b)
-        first = torch.autograd.grad((whole(y * y)).sum(), [a, b], create_graph=True)
-        total = sum((whole(one * one)).sum() for one in first)
-        return [whole(one) for one in torch.autograd.grad(total, [a, b])]  # type: ignore[arg-type]
+    def second_order(a: Any, b: Any, multiply: Any, to_full: Any) -> list[torch.Tensor]:
+        y = multiply(a, b)
+        first = torch.autograd.grad((to_full(y * y)).sum(), [a, b], create_graph=True)
+        total = sum((to_full(grad * grad)).sum() for grad in first)
+        return [to_full(grad) for grad in torch.autograd.grad(total, [a, b])]  # type: ignore[arg-type]
 
-    a, b = (one.value.float().requires_grad_() for one in (x, w))
-    want = second(a, b, torch.matmul, lambda t: t)
-    got = second(
+    a, b = (drawn.value.float().requires_grad_() for drawn in (x, w))
+    want = second_order(a, b, torch.matmul, lambda t: t)
+    got = second_order(
         x.sharded, w.sharded, tpkernels.sharded_matmul, lambda t: t.redistribute(placements=[R])
     )
     return [
-        f"{i}: {one.to_local()} {other}"
-        for i, (one, other) in enumerate(zip(got, want, strict=True))
-        if not torch.equal(one.to_local(), other)
+        f"{i}: {grad.to_local()} {expected}"
+        for i, (grad, expected) in enumerate(zip(got, want, strict=True))
+        if not torch.equal(grad.to_local(), expected)
     ]
 
 
 @on_ranks(2)
 def test_autocast_changes_no_dtype() -> None:
-    """Whether a plan has an op, which autocast would change, is the planner's choice."""
+    """Only some plans contain an op that autocast could change. All plans return float32."""
     mesh = make_mesh((2,))
     x, w = draw("x", (6, 4), mesh, (R,)).sharded, draw("w", (4, 6), mesh, (S1,)).sharded
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -138,7 +142,7 @@ def test_a_call_within_a_compiled_function() -> None:
         return 2 * tpkernels.sharded_matmul(a, b, [R])
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Dynamo")  # the planner would be traced with warnings
+        warnings.filterwarnings("error", "Dynamo")  # tracing the planner would emit warnings
         y = twice(x.sharded, w.sharded)
     (grad,) = torch.autograd.grad(y.sum(), x.sharded)
     want = 2 * w.value.sum(1).float().expand(3, 4)

@@ -1,5 +1,5 @@
-// The framework of the C++ tests: self-registering cases, CHECK, and two ways to run the ranks of a
-// group: as threads of this process, or as processes.
+// Test framework: self-registering cases, CHECK, and functions that run the ranks of a group as
+// threads or as processes.
 #pragma once
 
 #include <cstddef>
@@ -23,16 +23,16 @@ struct CheckFailed : std::runtime_error {
                                const std::string& detail);
 
 // CHECK(expression) or CHECK(expression, detail): fails the case by throwing.
-#define CHECK(expression, ...)                                                    \
-  do {                                                                            \
-    if (!(expression)) {                                                          \
-      ::tpkernels::test::check_failed(#expression, __FILE__, __LINE__,            \
-                                      ::tpkernels::test::detail_of(__VA_ARGS__)); \
-    }                                                                             \
+#define CHECK(expression, ...)                                                          \
+  do {                                                                                  \
+    if (!(expression)) {                                                                \
+      ::tpkernels::test::check_failed(#expression, __FILE__, __LINE__,                  \
+                                      ::tpkernels::test::detail_or_empty(__VA_ARGS__)); \
+    }                                                                                   \
   } while (0)
 
-inline std::string detail_of() { return ""; }
-inline std::string detail_of(const std::string& detail) { return detail; }
+inline std::string detail_or_empty() { return ""; }
+inline std::string detail_or_empty(const std::string& detail) { return detail; }
 
 enum class Needs { kThreads, kFork };
 
@@ -58,10 +58,10 @@ struct Registration {
 
 // Options from the command line.
 struct Options {
-  int calls = 200;             // of each random sequence
-  std::uint64_t seed = 1;      // of the sequences and their delays
-  bool single_buffer = false;  // negative controls: the tests must detect what these break
-  bool skip_waits = false;
+  int calls = 200;             // calls per random sequence
+  std::uint64_t seed = 1;      // seed of the sequences and their delays
+  bool single_buffer = false;  // negative control: the tests must detect it
+  bool skip_waits = false;     // negative control
 };
 Options& options();
 
@@ -76,27 +76,26 @@ struct Setup {
 
 using Body = std::function<void(host::Channel&)>;
 
-// An arena of `world` regions of `bytes` each, fully committed.
+// Creates an arena of `world` regions of `bytes` each, fully committed.
 std::shared_ptr<host::Arena> make_arena(int world, std::size_t bytes);
-// The channel of one rank in this process. It watches no process.
+// Creates the channel of one rank in this process. It watches no processes.
 std::unique_ptr<host::Channel> make_channel(const Setup& setup, std::shared_ptr<host::Arena> arena,
                                             int rank);
 
-// Runs `body` on each rank in a thread of its own; rethrows the first exception.
+// Runs `body` for each rank in a thread. Rethrows the first exception.
 void on_threads(const Setup& setup, const Body& body);
 
-// Runs `body` on each rank in a forked process that watches the others, and returns the processes'
-// wait statuses.
+// Runs `body` for each rank in a forked process that watches its peers. Returns the wait statuses.
 std::vector<int> on_processes(const Setup& setup, const Body& body);
-// The same; CHECKs that every rank exits with status 0.
-void on_processes_that_succeed(const Setup& setup, const Body& body);
+// Runs `on_processes` and CHECKs that every rank exits with status 0.
+void require_success_on_processes(const Setup& setup, const Body& body);
 
-// The Failure that `call` throws. CHECKs that there is one, of this kind.
-host::Failure failure_of(host::FailureKind kind, const std::function<void()>& call);
-bool was_killed(int status);  // by `kill_process`; a wait status
+// Returns the Failure that `call` throws. CHECKs that it throws, and the kind.
+host::Failure require_failure(host::FailureKind kind, const std::function<void()>& call);
+bool was_killed(int status);  // whether `kill_process` caused the wait status
 void kill_process(int pid);
-bool contains(const std::string& text, const std::string& part);
-// Milliseconds on a clock that all processes share.
+bool contains(const std::string& string, const std::string& substring);
+// Milliseconds on a clock that is equal for all processes.
 double now_ms();
 void sleep_ms(double ms);
 

@@ -1,5 +1,5 @@
-// For negative controls: weakens the memory orderings of the file that is compiled with it. The
-// result still computes the right values on x86, but a race detector must report it.
+// Negative control: weakens the memory orderings of the file that is compiled with this header. The
+// results are still correct on x86, but a race detector must report the races.
 #pragma once
 
 #include <atomic>

@@ -1,5 +1,5 @@
-// The collectives between threads and between processes, checked against exact integers: small
-// enough that every sum is exact in every dtype.
+// The collectives between threads and between processes, compared with integer results. All sums
+// are small enough to be exact in every dtype.
 #include <algorithm>
 #include <cstring>
 #include <numeric>
@@ -29,7 +29,7 @@ struct Collective {
   DType out = DType::kF32;
   bool bias = false, residual = false, norm = false;
   bool in_place = false;        // all-reduce only
-  std::uint32_t symmetric = 0;  // bit r: rank r's input lies in the segment
+  std::uint32_t symmetric = 0;  // bit r: the input of rank r is in the segment
   int round = 0;                // distinguishes calls
 
   std::string name() const {
@@ -37,15 +37,15 @@ struct Collective {
     return kNames[static_cast<int>(op)];
   }
 
-  std::string text() const {
-    std::string text = name() + " of " + std::to_string(layout.outer) + " x [";
-    for (const std::size_t size : layout.sizes) text += " " + std::to_string(size);
-    text += " ] x " + std::to_string(layout.inner) + ", flags";
+  std::string describe() const {
+    std::string description = name() + " of " + std::to_string(layout.outer) + " x [";
+    for (const std::size_t size : layout.sizes) description += " " + std::to_string(size);
+    description += " ] x " + std::to_string(layout.inner) + ", flags";
     for (const int flag : {static_cast<int>(wire), static_cast<int>(out), int{bias}, int{residual},
                            int{norm}, int{in_place}, static_cast<int>(symmetric)}) {
-      text += " " + std::to_string(flag);
+      description += " " + std::to_string(flag);
     }
-    return text + ", round " + std::to_string(round);
+    return description + ", round " + std::to_string(round);
   }
 };
 
@@ -61,23 +61,24 @@ void with_dtype(DType dtype, F&& f) {
 }
 
 void put(DType dtype, std::byte* base, std::size_t i, int value) {
-  std::byte* to = base + i * size_of(dtype);
-  const double wide = value;
-  if (dtype == DType::kF64) std::memcpy(to, &wide, 8);
+  std::byte* dst = base + i * size_of(dtype);
+  const double as_double = value;
+  if (dtype == DType::kF64) std::memcpy(dst, &as_double, 8);
   with_dtype(dtype, [&](auto d) {
-    host::scalar::from_float<decltype(d)::value>(to, static_cast<float>(value));
+    host::scalar::from_float<decltype(d)::value>(dst, static_cast<float>(value));
   });
 }
 
 double get(DType dtype, const std::byte* base, std::size_t i) {
-  const std::byte* from = base + i * size_of(dtype);
-  double wide = 0;
-  if (dtype == DType::kF64) std::memcpy(&wide, from, 8);
-  with_dtype(dtype, [&](auto d) { wide = host::scalar::to_float<decltype(d)::value>(from); });
-  return wide;
+  const std::byte* src = base + i * size_of(dtype);
+  double value = 0;
+  if (dtype == DType::kF64) std::memcpy(&value, src, 8);
+  with_dtype(dtype, [&](auto d) { value = host::scalar::to_float<decltype(d)::value>(src); });
+  return value;
 }
 
-// Element i of a rank's input: at most 12, so the sum over four ranks, bias and residual is < 256.
+// Returns element i of the input of a rank. It is at most 12, so the sum of four ranks, bias and
+// residual is below 256.
 int input_value(int rank, int round, std::size_t i) {
   return static_cast<int>(
       (static_cast<std::size_t>(rank) * 7 + static_cast<unsigned>(round) * 3 + i * 5) % 13);
@@ -85,52 +86,55 @@ int input_value(int rank, int round, std::size_t i) {
 int bias_value(std::size_t column) { return static_cast<int>(column % 5) - 2; }
 int residual_value(std::size_t i) { return static_cast<int>(i % 7) - 3; }
 
-// `expected(i)` for a result that has these rows of each block, and the elements of the input.
+// The rows [first, first + rows) of each block in the result, and the number of input elements.
 struct Shape {
   std::size_t first, rows, in_count;
 };
 
-Shape shape_of(const Collective& call, std::size_t rank) {
+Shape get_shape(const Collective& call, std::size_t rank) {
   const ShardLayout& layout = call.layout;
   if (call.op == Op::kAllReduce) return {0, 1, layout.inner};
   const auto begin = layout.sizes.begin();
-  const std::size_t whole = std::accumulate(begin, layout.sizes.end(), std::size_t{0});
-  const std::size_t own = layout.sizes[rank], block = layout.outer * layout.inner;
-  if (call.op == Op::kAllGather) return {0, whole, own * block};
-  const auto until = begin + static_cast<std::ptrdiff_t>(rank);
-  return {std::accumulate(begin, until, std::size_t{0}), own, whole * block};
+  const std::size_t total_rows = std::accumulate(begin, layout.sizes.end(), std::size_t{0});
+  const std::size_t local_rows = layout.sizes[rank], block = layout.outer * layout.inner;
+  if (call.op == Op::kAllGather) return {0, total_rows, local_rows * block};
+  const auto local_begin = begin + static_cast<std::ptrdiff_t>(rank);
+  return {std::accumulate(begin, local_begin, std::size_t{0}), local_rows, total_rows * block};
 }
 
-// Element i of the result, before bias and residual.
+// Returns element i of the result, before bias and residual.
 int expected(const Collective& call, int world, const Shape& shape, std::size_t i) {
   const ShardLayout& layout = call.layout;
   const std::size_t width = shape.rows * layout.inner;
   if (call.op == Op::kAllGather) {
     std::size_t row = i / layout.inner % shape.rows, rank = 0;
     while (row >= layout.sizes[rank]) row -= layout.sizes[rank++];
-    const std::size_t at = (i / width * layout.sizes[rank] + row) * layout.inner + i % layout.inner;
-    return input_value(static_cast<int>(rank), call.round, at);
+    const std::size_t index =
+        (i / width * layout.sizes[rank] + row) * layout.inner + i % layout.inner;
+    return input_value(static_cast<int>(rank), call.round, index);
   }
-  const std::size_t whole =
+  const std::size_t total_rows =
       std::max<std::size_t>(1, std::accumulate(layout.sizes.begin(), layout.sizes.end(), 0ul));
-  const std::size_t at =
-      call.op == Op::kAllReduce ? i : (i / width * whole + shape.first) * layout.inner + i % width;
+  const std::size_t index = call.op == Op::kAllReduce
+                                ? i
+                                : (i / width * total_rows + shape.first) * layout.inner + i % width;
   int sum = 0;
-  for (int rank = 0; rank < world; ++rank) sum += input_value(rank, call.round, at);
+  for (int rank = 0; rank < world; ++rank) sum += input_value(rank, call.round, index);
   return sum;
 }
 
-// Runs one call on this rank. CHECKs every element of the result, and that nothing around it was
-// written. `segment` may be null if no rank's input is symmetric.
+// Runs one call on this rank. CHECKs every element of the result and the guard bytes around it.
+// `segment` may be null if all inputs are private.
 void run(Channel& channel, const Collective& call, const Segment& segment = nullptr) {
-  const std::string text = call.text();
-  const host::CallId id{static_cast<std::uint32_t>(std::hash<std::string>{}(text)) | 1u, text};
+  const std::string description = call.describe();
+  const host::CallId id{static_cast<std::uint32_t>(std::hash<std::string>{}(description)) | 1u,
+                        description};
   const auto rank = static_cast<std::size_t>(channel.rank());
-  const Shape shape = shape_of(call, rank);
+  const Shape shape = get_shape(call, rank);
   const std::size_t count = call.layout.outer * shape.rows * call.layout.inner;
-  const std::size_t element = size_of(call.out);
-  std::vector<std::byte> around(count * element + 2 * kGuard, kUntouched);
-  std::byte* const out = around.data() + kGuard;
+  const std::size_t element_bytes = size_of(call.out);
+  std::vector<std::byte> padded(count * element_bytes + 2 * kGuard, kUntouched);
+  std::byte* const out = padded.data() + kGuard;
   std::vector<std::byte> input(shape.in_count * size_of(call.wire) + 1);
   std::byte* in = call.in_place ? out : input.data();
   host::Source source{in};
@@ -144,21 +148,21 @@ void run(Channel& channel, const Collective& call, const Segment& segment = null
     put(call.wire, in, i, input_value(channel.rank(), call.round, i));
   }
   // Bias and residual of a reduction.
-  const bool sums = call.op != Op::kAllGather;
+  const bool reduces = call.op != Op::kAllGather;
   host::Epilogue epilogue;
   epilogue.out_dtype = epilogue.residual_dtype = call.out;
   epilogue.cols =
       call.op == Op::kReduceScatter ? call.layout.inner : std::min<std::size_t>(count, 10);
   epilogue.cols = count % std::max<std::size_t>(1, epilogue.cols) == 0 ? epilogue.cols : 1;
   epilogue.cols = std::max<std::size_t>(1, epilogue.cols);
-  std::vector<std::byte> bias(epilogue.cols * 8), residual(count * element + 1);
+  std::vector<std::byte> bias(epilogue.cols * 8), residual(count * element_bytes + 1);
   const DType bias_dtype = call.wire == DType::kF64 ? DType::kF64 : DType::kF32;
   for (std::size_t i = 0; i < epilogue.cols; ++i) put(bias_dtype, bias.data(), i, bias_value(i));
   for (std::size_t i = 0; i < count; ++i) put(call.out, residual.data(), i, residual_value(i));
   if (call.bias) epilogue.bias = bias.data();
   if (call.residual) epilogue.residual = residual.data();
   host::RmsNorm norm;
-  std::vector<std::byte> normed(count * element), weight(count * element);
+  std::vector<std::byte> normed(count * element_bytes), weight(count * element_bytes);
   for (std::size_t i = 0; i < count; ++i) put(call.out, weight.data(), i, bias_value(i));
   if (call.norm) {
     norm = {normed.data(), weight.data(), call.out, count % 3 == 0 ? count / 3 : count, 0.5};
@@ -168,26 +172,26 @@ void run(Channel& channel, const Collective& call, const Segment& segment = null
   const host::Operands operands{source, out, count, call.wire, epilogue, norm};
   host::collective(call.name(), shards)(channel, id, operands, shards);
   if (call.norm) {
-    std::vector<std::byte> afterwards(normed.size());
-    norm.out = afterwards.data();
+    std::vector<std::byte> expected_normed(normed.size());
+    norm.out = expected_normed.data();
     normalise_rows(norm, out, call.out, 0, count / norm.cols);
-    CHECK(normed == afterwards, text + " normalised other rows");
+    CHECK(normed == expected_normed, description + " normalised other rows");
   }
   for (std::size_t i = 0; i < count; ++i) {
     const double got = get(call.out, out, i);
     const double exact = expected(call, channel.world(), shape, i) +
-                         (sums && call.bias ? bias_value(i % epilogue.cols) : 0) +
-                         (sums && call.residual ? residual_value(i) : 0);
-    CHECK(got == exact, text + ": element " + std::to_string(i) + " is " + std::to_string(got) +
-                            ", not " + std::to_string(exact));
+                         (reduces && call.bias ? bias_value(i % epilogue.cols) : 0) +
+                         (reduces && call.residual ? residual_value(i) : 0);
+    CHECK(got == exact, description + ": element " + std::to_string(i) + " is " +
+                            std::to_string(got) + ", not " + std::to_string(exact));
   }
   for (std::size_t i = 0; i < kGuard; ++i) {
-    CHECK(around[i] == kUntouched && around[kGuard + count * element + i] == kUntouched,
-          text + " wrote beyond its output");
+    CHECK(padded[i] == kUntouched && padded[kGuard + count * element_bytes + i] == kUntouched,
+          description + " wrote beyond its output");
   }
 }
 
-// `count` calls of random ops, layouts and dtypes, the same on all ranks.
+// Runs `count` calls with random ops, layouts and dtypes, identical on all ranks.
 void run_random(Channel& channel, std::uint64_t seed, int count, const Segment& segment = nullptr) {
   if (segment) channel.add_segment(1, segment);
   std::uint64_t state = seed * 0x9e3779b97f4a7c15u + 1;
@@ -208,10 +212,10 @@ void run_random(Channel& channel, std::uint64_t seed, int count, const Segment& 
     call.residual = draw(2) == 0;
     if (segment && draw(2) == 0) call.symmetric = static_cast<std::uint32_t>(draw(1u << world));
     if (call.op == Op::kAllReduce) {
-      // From one element to many chunks, and around the limit of one shot.
-      const std::size_t edge = host::kOneShotBytes / size_of(call.wire);
-      const std::size_t counts[] = {draw(99) + 1, draw(6000) + 1, edge - 1 + draw(3),
-                                    3 * edge + 17};
+      // From one element to many chunks, and sizes around the one-shot limit.
+      const std::size_t one_shot_limit = host::kOneShotBytes / size_of(call.wire);
+      const std::size_t counts[] = {draw(99) + 1, draw(6000) + 1, one_shot_limit - 1 + draw(3),
+                                    3 * one_shot_limit + 17};
       call.layout.inner = counts[draw(4)];
       call.norm = draw(2) == 0;
       call.in_place = call.out == call.wire && draw(3) == 0;
@@ -224,8 +228,8 @@ void run_random(Channel& channel, std::uint64_t seed, int count, const Segment& 
   }
 }
 
-// Small buffers, so that most calls take several chunks, and epochs that wrap.
-Setup delayed(int world) {
+// Small buffers, so that most calls need several chunks, and an epoch that wraps around.
+Setup delayed_setup(int world) {
   return {.world = world, .capacity = 8192, .epoch = 0xfffffff0u, .max_delay_us = 300};
 }
 
@@ -234,7 +238,7 @@ Setup delayed(int world) {
 TEST_CASE(random_collectives_under_delays, kThreads) {
   for (const int world : {1, 2, 4}) {
     const auto segment = make_arena(world, kSegmentBytes);
-    on_threads(delayed(world), [&](Channel& channel) {
+    on_threads(delayed_setup(world), [&](Channel& channel) {
       run_random(channel, options().seed, options().calls, segment);
     });
   }
@@ -243,7 +247,7 @@ TEST_CASE(random_collectives_under_delays, kThreads) {
 TEST_CASE(random_collectives_between_processes, kFork) {
   for (const int world : {2, 3}) {
     const auto segment = make_arena(world, kSegmentBytes);
-    on_processes_that_succeed(delayed(world), [&](Channel& channel) {
+    require_success_on_processes(delayed_setup(world), [&](Channel& channel) {
       run_random(channel, options().seed + 1, options().calls, segment);
     });
   }

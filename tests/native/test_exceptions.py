@@ -1,4 +1,4 @@
-"""C++ exceptions of other extensions, to which the translators of this one are no concern."""
+"""The exception translators of this extension do not affect exceptions of other extensions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cxx import compiled
+from tests.support.cxx import compile_cached
 
 NEIGHBOUR = """
 #include <pybind11/pybind11.h>
@@ -23,15 +23,15 @@ PYBIND11_MODULE(neighbour, m) {
 
 
 @pytest.mark.thorough
-def test_those_of_a_neighbour_stay_as_they_are(cxx_cache: Path) -> None:
-    """Extensions that were built with one version of pybind11 share what it registers."""
+def test_exceptions_of_a_second_extension_are_unchanged(cxx_cache: Path) -> None:
+    """Extensions built with the same pybind11 version share registered translators."""
     pybind11 = pytest.importorskip("pybind11")
     source = cxx_cache / "neighbour.cpp"
     source.write_text(NEIGHBOUR)
     includes = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}"]
     flags = ["-std=c++17", "-O0", "-fPIC", "-shared", "-fvisibility=hidden", *includes]
     name = f"neighbour{sysconfig.get_config_var('EXT_SUFFIX')}"
-    path = str(compiled(cxx_cache, name, [*flags, source]))
+    path = str(compile_cached(cxx_cache, name, [*flags, source]))
     loader = importlib.machinery.ExtensionFileLoader("neighbour", path)
     spec = importlib.util.spec_from_file_location("neighbour", path, loader=loader)
     assert spec is not None

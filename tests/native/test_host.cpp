@@ -32,8 +32,8 @@ std::vector<Case>& cases() {
 }
 
 Options& options() {
-  static Options given;
-  return given;
+  static Options instance;
+  return instance;
 }
 
 std::shared_ptr<Arena> make_arena(int world, std::size_t bytes) {
@@ -46,15 +46,16 @@ std::shared_ptr<Arena> make_arena(int world, std::size_t bytes) {
 
 namespace {
 
-std::unique_ptr<Channel> channel_of(const Setup& setup, std::shared_ptr<Arena> arena, int rank,
-                                    std::vector<int> pidfds, std::vector<int> pids) {
+std::unique_ptr<Channel> create_channel(const Setup& setup, std::shared_ptr<Arena> arena, int rank,
+                                        std::vector<int> pidfds, std::vector<int> pids) {
   auto channel = std::make_unique<Channel>(
       std::move(arena), rank, std::move(pidfds), std::move(pids),
       host::ChannelOptions{setup.timeout_s, setup.spin_us}, setup.capacity, setup.epoch);
-  const Options& given = options();
-  if (setup.max_delay_us != 0 || given.single_buffer || given.skip_waits) {
-    const std::uint64_t seed = given.seed * 1000003 + static_cast<unsigned>(rank) * 2 + 1;
-    channel->set_chaos({seed, setup.max_delay_us, given.single_buffer, given.skip_waits});
+  const Options& test_options = options();
+  if (setup.max_delay_us != 0 || test_options.single_buffer || test_options.skip_waits) {
+    const std::uint64_t seed = test_options.seed * 1000003 + static_cast<unsigned>(rank) * 2 + 1;
+    channel->set_chaos(
+        {seed, setup.max_delay_us, test_options.single_buffer, test_options.skip_waits});
   }
   return channel;
 }
@@ -65,7 +66,7 @@ int run_rank(const Setup& setup, const std::shared_ptr<Arena>& arena, int rank,
   for (const int pid : pids) {
     pidfds.push_back(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
   }
-  const auto channel = channel_of(setup, arena, rank, pidfds, pids);
+  const auto channel = create_channel(setup, arena, rank, pidfds, pids);
   try {
     body(*channel);
     return 0;
@@ -80,8 +81,8 @@ int run_rank(const Setup& setup, const std::shared_ptr<Arena>& arena, int rank,
 
 std::unique_ptr<Channel> make_channel(const Setup& setup, std::shared_ptr<Arena> arena, int rank) {
   const auto ranks = static_cast<std::size_t>(setup.world);
-  return channel_of(setup, std::move(arena), rank, std::vector<int>(ranks, -1),
-                    std::vector<int>(ranks, static_cast<int>(getpid())));
+  return create_channel(setup, std::move(arena), rank, std::vector<int>(ranks, -1),
+                        std::vector<int>(ranks, static_cast<int>(getpid())));
 }
 
 void on_threads(const Setup& setup, const Body& body) {
@@ -110,27 +111,28 @@ std::vector<int> on_processes(const Setup& setup, const Body& body) {
   const auto arena = make_arena(
       setup.world, Channel::region_bytes(setup.world, std::max(setup.limit, setup.capacity)));
   std::vector<int> pids;
-  std::vector<int> gates;
+  std::vector<int> write_ends;
   for (int rank = 0; rank < setup.world; ++rank) {
-    int gate[2];
-    CHECK(pipe(gate) == 0);
+    int pipe_ends[2];
+    CHECK(pipe(pipe_ends) == 0);
     const int pid = static_cast<int>(fork());
     CHECK(pid >= 0);
-    if (pid == 0) {  // waits for the pids of all ranks, then runs its rank
-      close(gate[1]);
-      std::vector<int> all(static_cast<std::size_t>(setup.world));
-      const auto bytes = static_cast<ssize_t>(all.size() * sizeof(int));
-      const bool received = read(gate[0], all.data(), static_cast<std::size_t>(bytes)) == bytes;
-      _exit(received ? run_rank(setup, arena, rank, all, body) : 2);
+    if (pid == 0) {  // receives the pids of all ranks, then runs its rank
+      close(pipe_ends[1]);
+      std::vector<int> received_pids(static_cast<std::size_t>(setup.world));
+      const auto bytes = static_cast<ssize_t>(received_pids.size() * sizeof(int));
+      const bool received =
+          read(pipe_ends[0], received_pids.data(), static_cast<std::size_t>(bytes)) == bytes;
+      _exit(received ? run_rank(setup, arena, rank, received_pids, body) : 2);
     }
-    close(gate[0]);
+    close(pipe_ends[0]);
     pids.push_back(pid);
-    gates.push_back(gate[1]);
+    write_ends.push_back(pipe_ends[1]);
   }
-  for (const int gate : gates) {
+  for (const int write_end : write_ends) {
     const auto bytes = static_cast<ssize_t>(pids.size() * sizeof(int));
-    CHECK(write(gate, pids.data(), static_cast<std::size_t>(bytes)) == bytes);
-    close(gate);
+    CHECK(write(write_end, pids.data(), static_cast<std::size_t>(bytes)) == bytes);
+    close(write_end);
   }
   std::vector<int> statuses;
   for (const int pid : pids) {
@@ -141,7 +143,7 @@ std::vector<int> on_processes(const Setup& setup, const Body& body) {
   return statuses;
 }
 
-void on_processes_that_succeed(const Setup& setup, const Body& body) {
+void require_success_on_processes(const Setup& setup, const Body& body) {
   const std::vector<int> statuses = on_processes(setup, body);
   for (std::size_t rank = 0; rank < statuses.size(); ++rank) {
     CHECK(statuses[rank] == 0, "rank " + std::to_string(rank) + " ended with wait status " +
@@ -149,7 +151,7 @@ void on_processes_that_succeed(const Setup& setup, const Body& body) {
   }
 }
 
-Failure failure_of(FailureKind kind, const std::function<void()>& call) {
+Failure require_failure(FailureKind kind, const std::function<void()>& call) {
   try {
     call();
   } catch (const Failure& failure) {
@@ -162,8 +164,8 @@ Failure failure_of(FailureKind kind, const std::function<void()>& call) {
 bool was_killed(int status) { return WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL; }
 void kill_process(int pid) { kill(pid, SIGKILL); }
 
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
+bool contains(const std::string& string, const std::string& substring) {
+  return string.find(substring) != std::string::npos;
 }
 
 double now_ms() {
@@ -180,16 +182,16 @@ namespace {
 int run_all(int argc, char** argv) {
   bool threads_only = false;
   std::string only;
-  Options& given = options();
+  Options& test_options = options();
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i], name = argument.substr(0, argument.find('='));
     const std::string value = argument.substr(std::min(argument.size(), name.size() + 1));
     if (name == "--threads-only") {
       threads_only = true;
     } else if (name == "--single-buffer") {
-      given.single_buffer = true;
+      test_options.single_buffer = true;
     } else if (name == "--skip-waits") {
-      given.skip_waits = true;
+      test_options.skip_waits = true;
     } else if (name == "--only") {
       only = value;
     } else {

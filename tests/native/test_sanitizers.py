@@ -1,11 +1,12 @@
-"""The C++ under ThreadSanitizer and AddressSanitizer with UndefinedBehaviorSanitizer: csrc/host by
-the program in tests/native (threads and processes), the CUDA kernels on CPU threads by
-tests/native/emulated.
+"""The C++ code under ThreadSanitizer and AddressSanitizer with UndefinedBehaviorSanitizer.
 
-ThreadSanitizer knows the memory orderings: that it is silent about the real protocol says something
-only because it is not about broken ones, which the negative controls show. Of the CUDA kernels it
-sees the C++, with acquire and release where PTX has them: that the words order all data, over
-blocks, ranks and calls. cuda/test_compile.py looks for those orders in the PTX.
+csrc/host is tested by the program in tests/native, with threads and processes. The CUDA kernels are
+tested on CPU threads by tests/native/emulated.
+
+ThreadSanitizer models memory orderings. Its silence about the real protocol is meaningful because
+it reports broken protocols; the negative controls show that. For the CUDA kernels it checks the C++
+code, with acquire and release in place of PTX: signals must order all data across blocks, ranks and
+calls. cuda/test_compile.py checks the orderings in the PTX.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import emulated
-from tests.support.cxx import compiled, compiler
+from tests.support.cxx import compile_cached, compiler
 from tests.support.paths import NATIVE, ROOT
 
 CSRC = ROOT / "csrc"
@@ -34,7 +35,7 @@ SANITIZERS = {
 WARNINGS = ["-O1", "-g1", "-Wall", "-Wextra", "-pthread", f"-I{CSRC}"]
 REPORT = re.compile(r"(WARNING|ERROR): \w+Sanitizer|runtime error:|Sanitizer CHECK failed")
 RACE = "WARNING: ThreadSanitizer: data race"
-RUN_SECONDS = 100  # a hang ends here; an idle machine takes less than a tenth
+RUN_SECONDS = 100  # limit for a hang; an idle machine needs less than a tenth
 COMPILE_JOBS = 2
 
 Ended = subprocess.CompletedProcess[str]
@@ -42,7 +43,7 @@ Ended = subprocess.CompletedProcess[str]
 
 @dataclass(frozen=True)
 class Toolchain:
-    """The flags of a sanitizer, and what it takes to run a program made with them."""
+    """The flags of a sanitizer, and the command prefix and environment for its programs."""
 
     flags: list[str]
     prefix: list[str]
@@ -61,7 +62,8 @@ class Toolchain:
 
 
 def _find_toolchain(sanitizer: str, scratch: Path) -> Toolchain:
-    """Skips, with the reason, where a sanitized program cannot be built or run."""
+    """Return a working toolchain. Skip with the reason if sanitized programs cannot be built or
+    run."""
     if not HOST.is_dir():
         pytest.skip(f"no sources: {HOST}")
     flags = SANITIZERS[sanitizer]
@@ -71,8 +73,8 @@ def _find_toolchain(sanitizer: str, scratch: Path) -> Toolchain:
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     if built.returncode != 0:
         pytest.skip(f"{command[0]} has no {sanitizer} sanitizer: {built.stderr.strip()[-200:]}")
-    # Kernels that randomise more address bits than the sanitizer knows of, and containers that
-    # forbid the leak check to look at other threads.
+    # Workarounds: some kernels randomize more address bits than the sanitizer supports, and some
+    # containers forbid the leak check to inspect threads.
     failure = ""
     for leaks in ("1", "0"):
         for prefix in ([], ["setarch", platform.machine(), "-R"]):
@@ -91,12 +93,12 @@ def _find_toolchain(sanitizer: str, scratch: Path) -> Toolchain:
 
 @pytest.fixture(scope="module")
 def toolchain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Toolchain]:
-    scratch, found = tmp_path_factory.mktemp("native"), dict[str, Toolchain]()
+    scratch, cache = tmp_path_factory.mktemp("native"), dict[str, Toolchain]()
 
     def find(sanitizer: str) -> Toolchain:
-        if sanitizer not in found:
-            found[sanitizer] = _find_toolchain(sanitizer, scratch)
-        return found[sanitizer]
+        if sanitizer not in cache:
+            cache[sanitizer] = _find_toolchain(sanitizer, scratch)
+        return cache[sanitizer]
 
     return find
 
@@ -108,7 +110,7 @@ Run = Callable[..., Ended]
 
 @pytest.fixture
 def run_host(toolchain: Callable[[str], Toolchain], cxx_cache: Path) -> Run:
-    """``run_host(sanitizer, *switches)``; ``without`` takes one memory order away."""
+    """Return ``run_host(sanitizer, *switches)``; ``without`` removes one memory ordering."""
 
     def run(sanitizer: str, *switches: str, without: str = "") -> Ended:
         tools = toolchain(sanitizer)
@@ -121,11 +123,11 @@ def run_host(toolchain: Callable[[str], Toolchain], cxx_cache: Path) -> Run:
         def compile_one(source: Path) -> Path:
             protocol = without and source.stem == "channel"
             arguments = [*options, *(weaker if protocol else []), "-c", source]
-            return compiled(cxx_cache, f"{source.stem}.o", arguments, headers)
+            return compile_cached(cxx_cache, f"{source.stem}.o", arguments, headers)
 
         with ThreadPoolExecutor(COMPILE_JOBS) as pool:
             objects = list(pool.map(compile_one, sources))
-        program = compiled(cxx_cache, "test_host", [*tools.flags, *objects, "-pthread"])
+        program = compile_cached(cxx_cache, "test_host", [*tools.flags, *objects, "-pthread"])
         return tools.run(program, *switches)
 
     return run
@@ -134,7 +136,7 @@ def run_host(toolchain: Callable[[str], Toolchain], cxx_cache: Path) -> Run:
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", ["thread", "address"])
 def test_the_host(run_host: Run, sanitizer: str) -> None:
-    """Threads, and under AddressSanitizer processes, too."""
+    """Run the C++ tests with threads and, under AddressSanitizer, with processes."""
     ended = run_host(sanitizer, *(["--threads-only"] if sanitizer == "thread" else []))
     assert ended.returncode == 0 and not REPORT.search(ended.stdout), ended.stdout
     cases = re.search(r"(\d+) cases, 0 failed", ended.stdout)
@@ -151,9 +153,9 @@ def test_the_host(run_host: Run, sanitizer: str) -> None:
     ],
 )
 def test_a_race_is_reported(run_host: Run, case: str, without: str, switches: list[str]) -> None:
-    """The values are right all the same, on x86: only the sanitizer can tell."""
-    only = f"--only={case}"
-    ended = run_host("thread", "--threads-only", only, *switches, without=without)
+    """On x86 the values are still correct, so only the sanitizer detects the race."""
+    case_option = f"--only={case}"
+    ended = run_host("thread", "--threads-only", case_option, *switches, without=without)
     assert ended.returncode != 0 and RACE in ended.stdout, ended.stdout
 
 
@@ -161,7 +163,7 @@ def test_a_race_is_reported(run_host: Run, case: str, without: str, switches: li
 @pytest.mark.parametrize("breakage", ["single-buffer", "skip-waits"])
 @pytest.mark.parametrize("case", ["under_delays", "between_processes"])
 def test_broken_protocols_give_wrong_results(run_host: Run, breakage: str, case: str) -> None:
-    """Without a sanitizer's help: the calls of the C++ tests are enough to see it."""
+    """The calls of the C++ tests detect the error without a sanitizer report."""
     ended = run_host("address", f"--only=random_collectives_{case}", f"--{breakage}")
     assert ended.returncode == 1, ended.stdout
     assert "CHECK(got == exact) failed" in ended.stdout, ended.stdout
@@ -172,7 +174,7 @@ def test_broken_protocols_give_wrong_results(run_host: Run, breakage: str, case:
 
 @pytest.fixture
 def run_cuda(toolchain: Callable[[str], Toolchain], cxx_cache: Path) -> Run:
-    """``run_cuda(sanitizer, *switches)``; ``without`` takes one memory order away."""
+    """Return ``run_cuda(sanitizer, *switches)``; ``without`` removes one memory ordering."""
 
     def run(
         sanitizer: str, *switches: str, without: str = "", source: str = "threads.cpp"

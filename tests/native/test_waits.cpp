@@ -1,4 +1,4 @@
-// How ranks wait: in which order, what wakes them, when they give up, and what waiting costs.
+// Waits of ranks: order of arrival, wake-ups, polling budget, and CPU time.
 #include <atomic>
 #include <cmath>
 #include <ctime>
@@ -16,7 +16,7 @@ using host::Phase;
 
 constexpr std::uint32_t kCall = 0x1234567;
 
-// Linux before 5.16 and seccomp filters allow waiting for one word only.
+// Simulates Linux before 5.16 and seccomp filters, where a thread can wait for one futex only.
 class WithoutWaitv {
  public:
   WithoutWaitv() { host::futex_waitv_works = false; }
@@ -38,7 +38,7 @@ void relay(double spin_us) {
   on_threads({.world = 4, .spin_us = spin_us}, [](Channel& channel) {
     for (int call = 0; call < 8; ++call) {
       channel.begin(kCall, "relay()");
-      if (channel.rank() == 0) {  // 3, 2, 1: release each peer once the previous one has published
+      if (channel.rank() == 0) {  // release peers 3, 2, 1, each after the previous has published
         std::vector<int> waiting{1, 2, 3};
         for (int next = 3; next >= 1; --next) {
           channel.publish(Phase::kResult, next);
@@ -53,9 +53,9 @@ void relay(double spin_us) {
   });
 }
 
-// CPU time per second of a thread that waits for many late peers.
-double cost_of_waiting(int peers) {
-  std::atomic<double> cost{0};
+// Returns the CPU time per second of a thread that waits for many late peers.
+double cpu_load_of_waiting(int peers) {
+  std::atomic<double> load{0};
   on_threads({.world = peers + 1, .spin_us = 50}, [&](Channel& channel) {
     channel.begin(kCall, "late()");
     if (channel.rank() != 0) {
@@ -73,10 +73,10 @@ double cost_of_waiting(int peers) {
         if (waiting[i] == next) waiting.erase(waiting.begin() + static_cast<std::ptrdiff_t>(i--));
       }
     }
-    cost = (thread_ms() - before) / (now_ms() - start);
+    load = (thread_ms() - before) / (now_ms() - start);
     channel.publish(Phase::kData);
   });
-  return cost;
+  return load;
 }
 
 }  // namespace
@@ -84,47 +84,49 @@ double cost_of_waiting(int peers) {
 TEST_CASE(wait_any_returns_peers_in_order_of_arrival, kThreads) {
   const double start = now_ms();
   for (const double spin_us : {0.0, 50.0}) relay(spin_us);
-  // 48 waits. A sleeper that nobody wakes checks every 20 ms: 1069 ms without wake-ups. A loaded
-  // machine needed 207 ms with them, under AddressSanitizer.
-  const double took = now_ms() - start;
-  CHECK(took < 480, std::to_string(took) + " ms");
-  const WithoutWaitv blind;
+  // 48 waits. Without wake-ups a sleeper checks every 20 ms, which took 1069 ms. With wake-ups a
+  // loaded machine needed 207 ms under AddressSanitizer.
+  const double elapsed_ms = now_ms() - start;
+  CHECK(elapsed_ms < 480, std::to_string(elapsed_ms) + " ms");
+  const WithoutWaitv without_waitv;
   for (const double spin_us : {0.0, 50.0}) relay(spin_us);
 }
 
 // A peer may need the core of a waiting thread.
 TEST_CASE(waiting_for_many_is_cheap, kThreads) {
-  const double cost = cost_of_waiting(14);
-  CHECK(cost < 0.02, std::to_string(cost) + " of a core");
+  const double load = cpu_load_of_waiting(14);
+  CHECK(load < 0.02, std::to_string(load) + " of a core");
 }
 
-// For how long a waiter would poll after waits of `waited_us`, `apart_us` of work apart.
-double patience_after(double waited_us, double apart_us, int waits = 100, double most_us = 2000) {
-  host::Patience patience(most_us);
+// Returns the polling time of the wait that follows `waits` waits of `waited_us`, with `apart_us`
+// of work after each.
+double polling_time_after(double waited_us, double apart_us, int waits = 100,
+                          double max_us = 2000) {
+  host::SpinBudget budget(max_us);
   double now = 1e6, limit = 0;
   for (int i = 0; i < waits; ++i) {
-    limit = patience.begin(now);
-    patience.end(waited_us, std::min(waited_us, limit));
+    limit = budget.begin(now);
+    budget.end(waited_us, std::min(waited_us, limit));
     now += waited_us + apart_us;
   }
-  return patience.begin(now);
+  return budget.begin(now);
 }
 
 TEST_CASE(waiters_poll_through_the_waits_that_are_usual, kThreads) {
-  CHECK(patience_after(10, 100) == 2000);
-  CHECK(patience_after(500, 5000) == 2000);
-  CHECK(patience_after(50e3, 1000) == 100, "polling would not help");
-  CHECK(patience_after(50e3, 1000, 3) == 2000, "some long waits make waiters give up");
-  CHECK(patience_after(100, 1000, 100, 0) == 0);
+  CHECK(polling_time_after(10, 100) == 2000);
+  CHECK(polling_time_after(500, 5000) == 2000);
+  CHECK(polling_time_after(50e3, 1000) == 100, "polling would not help");
+  CHECK(polling_time_after(50e3, 1000, 3) == 2000, "some long waits make waiters give up");
+  CHECK(polling_time_after(100, 1000, 100, 0) == 0);
 }
 
 TEST_CASE(polling_never_takes_more_than_half_of_the_time, kThreads) {
   for (const double waited_us : {20.0, 1900.0, 5000.0}) {
-    host::Patience patience(2000);
+    host::SpinBudget budget(2000);
     double now = 1e6, polled = 0;
-    while (now < 11e6) {  // nothing but waits
-      const double limit = std::min(waited_us, patience.begin(now));
-      patience.end(waited_us, limit);
+    while (now < 11e6) {  // no work between the waits
+      const double limit = std::min(waited_us, budget.begin(now));
+      budget.end(waited_us, limit);
       polled += limit;
       now += waited_us;
     }

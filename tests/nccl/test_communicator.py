@@ -1,5 +1,5 @@
-"""`tpkernels.nccl.Communicator`: how ranks create one, what it refuses, and what it passes to NCCL.
-The ranks have a fake libnccl, and CPU tensors in place of CUDA tensors."""
+"""`tpkernels.nccl.Communicator`: its creation on all ranks, its argument checks, and its NCCL
+calls. The ranks use a fake libnccl, and CPU tensors instead of CUDA tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
 from tests.support.fake_nccl import REMOTE_ERROR, Build, Fake
-from tests.support.faults import PROMPT, Ending, group_of
+from tests.support.faults import PROMPT, Ending, require_group
 from tests.support.paths import ROOT
 from tests.support.processes import python
 from tests.support.tiers import sweep
@@ -33,8 +33,8 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
 @contextlib.contextmanager
-def pretending() -> Iterator[None]:
-    """Makes the CPU the current CUDA device."""
+def cpu_as_current_device() -> Iterator[None]:
+    """Make the CPU the current CUDA device."""
     with (
         mock.patch.object(tpkernels.nccl, "_current_device", lambda: CPU),
         mock.patch("torch.cuda.current_stream", lambda device: mock.Mock(cuda_stream=7)),
@@ -42,13 +42,13 @@ def pretending() -> Iterator[None]:
         yield
 
 
-# Set-up.
+# Setup.
 
 
-@pretending()
-def made_job(path: str) -> list[str]:
-    """Communicators of every kind of group; and what one asks of NCCL."""
-    fake, group, rank = Fake(path), group_of(dist.new_group()), dist.get_rank()
+@cpu_as_current_device()
+def creation_job(path: str) -> list[str]:
+    """Create communicators from every kind of group, and check the NCCL calls of one of them."""
+    fake, group, rank = Fake(path), require_group(dist.new_group()), dist.get_rank()
     mesh = DeviceMesh.from_group(group, "cpu")
     ids = []
     for group_like in (group, group.group_name, mesh, (mesh, 0)):
@@ -79,14 +79,14 @@ def made_job(path: str) -> list[str]:
     return ids
 
 
-def test_all_ranks_get_rank_0s_id(ranks: RanksFixture, fake_nccl: Build) -> None:
-    first, *others = ranks(WORLD).run(made_job, fake_nccl().path)
-    assert len(set(first)) == len(first) and {len(each.split()) for each in first} == {128}
-    assert all(other == first for other in others)
+def test_all_ranks_use_the_id_of_rank_0(ranks: RanksFixture, fake_nccl: Build) -> None:
+    first_rank, *other_ranks = ranks(WORLD).run(creation_job, fake_nccl().path)
+    assert len(set(first_rank)) == len(first_rank) and {len(x.split()) for x in first_rank} == {128}
+    assert all(ids == first_rank for ids in other_ranks)
 
 
-def failing_job(path: str, failing: int, how: str) -> tuple[Ending, Ending]:
-    fake, group = Fake(path), group_of(dist.new_group())
+def failure_job(path: str, failing: int, how: str) -> tuple[Ending, Ending]:
+    fake, group = Fake(path), require_group(dist.new_group())
     options: dict[str, Any] = {"library": path, "timeout": 20}
     fails = dist.get_rank() == failing
     if fails:
@@ -94,17 +94,17 @@ def failing_job(path: str, failing: int, how: str) -> tuple[Ending, Ending]:
         fake.version(22200 if how == "version" else 23203)
         options |= {"library": "/nowhere/libnccl.so.2"} if how == "library" else {}
         options |= {"timeout": 19} if how == "timeout" else {}
-    with contextlib.nullcontext() if fails and how == "device" else pretending():
-        first = faults.ending_of(lambda: Communicator(group, **options))
-    assert fake.calls("ncclCommInitRankConfig") == 0  # no rank waits in NCCL
+    with contextlib.nullcontext() if fails and how == "device" else cpu_as_current_device():
+        first = faults.record_ending(lambda: Communicator(group, **options))
+    assert fake.calls("ncclCommInitRankConfig") == 0  # no rank enters NCCL
     fake.result("ncclGetUniqueId", 0)
     fake.version(23203)
-    with pretending():
-        return first, faults.ending_of(lambda: Communicator(group, library=path).close())
+    with cpu_as_current_device():
+        return first, faults.record_ending(lambda: Communicator(group, library=path).close())
 
 
 @pytest.mark.parametrize(
-    ("failing", "how", "error", "text"),
+    ("failing", "how", "error", "message"),
     [
         (0, "id", "TpkernelsError", "ncclGetUniqueId failed: fake error 2; last message: nccl"),
         (2, "library", "NotImplementedError", "cannot load '/nowhere/libnccl.so.2'"),
@@ -118,35 +118,35 @@ def failing_job(path: str, failing: int, how: str) -> tuple[Ending, Ending]:
         ),
     ],
 )
-def test_a_rank_that_cannot_take_part_or_differs_is_an_error_on_all(
-    ranks: RanksFixture, fake_nccl: Build, failing: int, how: str, error: str, text: str
+def test_a_failure_or_mismatch_of_one_rank_is_an_error_on_all(
+    ranks: RanksFixture, fake_nccl: Build, failing: int, how: str, error: str, message: str
 ) -> None:
-    endings = ranks(WORLD).run(failing_job, fake_nccl().path, failing, how)
+    endings = ranks(WORLD).run(failure_job, fake_nccl().path, failing, how)
     for rank, (first, then) in enumerate(endings):
-        assert first.seconds < PROMPT and text in first.text and not then.error, (first, then)
+        assert first.seconds < PROMPT and message in first.message and not then.error, (first, then)
         if rank == failing or how in ("timeout", "version"):
             assert (first.error, first.peer) == (error, None), first
         else:
             assert (first.error, first.peer) == ("TpkernelsError", failing), first
-            assert f"rank {failing} cannot take part: " in first.text, first
+            assert f"rank {failing} cannot take part: " in first.message, first
 
 
-@pretending()
+@cpu_as_current_device()
 def absent_job(path: str, absent: int) -> Ending | None:
     group = dist.new_group()
     if dist.get_rank() == absent:
         return None
-    return faults.ending_of(lambda: Communicator(group, timeout=SHORT, library=path))
+    return faults.record_ending(lambda: Communicator(group, timeout=SHORT, library=path))
 
 
 @pytest.mark.parametrize("absent", sweep([2, 0]))
-def test_a_rank_that_does_not_come(ranks: RanksFixture, fake_nccl: Build, absent: int) -> None:
+def test_a_missing_rank(ranks: RanksFixture, fake_nccl: Build, absent: int) -> None:
     for rank, ending in enumerate(ranks(WORLD).run(absent_job, fake_nccl().path, absent)):
         if rank != absent:
             assert ending.error == "CollectiveTimeoutError" and ending.peer == absent, ending
             assert SHORT <= ending.seconds < SHORT + PROMPT, ending
-            # Its own wait, or that of the third rank, which may have given up a moment before.
-            assert f"waited 0.6 s for rank {absent}, which did not arrive" in ending.text, ending
+            # The wait of this rank or of the third rank, which may have timed out a moment earlier.
+            assert f"waited 0.6 s for rank {absent}, which did not arrive" in ending.message, ending
 
 
 # The methods, on one rank.
@@ -155,17 +155,17 @@ def test_a_rank_that_does_not_come(ranks: RanksFixture, fake_nccl: Build, absent
 @pytest.fixture
 def fake(fake_nccl: Build) -> Iterator[Fake]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with pretending():
+    with cpu_as_current_device():
         yield fake_nccl()
     dist.destroy_process_group()
 
 
 @pytest.fixture
 def comm(fake: Fake) -> Communicator:
-    return Communicator(group_of(dist.group.WORLD), library=fake.path, timeout=SHORT)
+    return Communicator(require_group(dist.group.WORLD), library=fake.path, timeout=SHORT)
 
 
-def test_what_the_methods_return(fake: Fake, comm: Communicator) -> None:
+def test_results_of_the_methods(fake: Fake, comm: Communicator) -> None:
     codes = {torch.float32: 7, torch.float16: 6, torch.bfloat16: 9, torch.float64: 8}
     for dtype, code in codes.items():
         x = torch.arange(12).to(dtype).view(4, 3)
@@ -188,15 +188,15 @@ def test_what_the_methods_return(fake: Fake, comm: Communicator) -> None:
     assert (fake.alive(), fake.misuse(), fake.calls("ncclCommAbort")) == (0, 0, 0)
 
 
-def test_a_group_starts_as_one(fake: Fake, comm: Communicator) -> None:
+def test_a_group_starts_all_its_calls_at_its_end(fake: Fake, comm: Communicator) -> None:
     x, y = torch.arange(3.0), torch.zeros(3)
     with comm.group():
-        comm.send(torch.arange(3.0), 0)  # kept alive until the group has started
+        comm.send(torch.arange(3.0), 0)  # kept alive until the group starts
         gc.collect()
         assert comm.recv(y, 0) is y and not fake.log()
-        other = threading.Thread(target=comm.all_reduce, args=[x])  # not in a group
-        other.start()
-        other.join()
+        other_thread = threading.Thread(target=comm.all_reduce, args=[x])  # not in a group
+        other_thread.start()
+        other_thread.join()
         assert [line.split()[0] for line in fake.log()] == ["AllReduce"]
         with pytest.raises(RuntimeError, match="this thread is already in a group"), comm.group():
             pass
@@ -210,8 +210,8 @@ def test_a_group_starts_as_one(fake: Fake, comm: Communicator) -> None:
     comm.check()
 
 
-def test_how_communicators_end(fake: Fake, comm: Communicator) -> None:
-    group = group_of(dist.group.WORLD)
+def test_abort_exceptions_and_garbage_collection(fake: Fake, comm: Communicator) -> None:
+    group = require_group(dist.group.WORLD)
     comm.abort()
     with pytest.raises(tpkernels.GroupBrokenError, match="The reason: it was aborted"):
         comm.all_reduce(torch.ones(1))
@@ -227,10 +227,10 @@ def test_how_communicators_end(fake: Fake, comm: Communicator) -> None:
 
 
 def test_a_destroyed_process_group(fake: Fake) -> None:
-    group = group_of(dist.new_group())
+    group = require_group(dist.new_group())
     comm = Communicator(group, library=fake.path)
     dist.destroy_process_group(group)
-    comm.all_reduce(torch.ones(2))  # is independent
+    comm.all_reduce(torch.ones(2))  # does not need the process group
     comm.close()
 
 
@@ -240,10 +240,10 @@ atexit.register(lambda: print(fake.calls("ncclCommAbort")))  # the first to regi
 import sys
 sys.path.insert(0, {root!r})
 import torch.distributed as dist
-from tests.nccl.test_communicator import Communicator, Fake, pretending
+from tests.nccl.test_communicator import Communicator, Fake, cpu_as_current_device
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 fake = Fake({path!r})
-with pretending():
+with cpu_as_current_device():
     kept = Communicator(dist.group.WORLD, library=fake.path, timeout=0.5)
 fake.progress(-1)
 fake.delay("ncclCommAbort", 30_000)
@@ -251,46 +251,50 @@ fake.delay("ncclCommAbort", 30_000)
 
 
 @pytest.mark.thorough
-def test_a_process_that_ends_aborts_what_is_open(fake_nccl: Build) -> None:
-    """And waits for no abort that does not come back."""
+def test_exit_aborts_open_communicators(fake_nccl: Build) -> None:
+    """The interpreter aborts an open communicator at exit, without waiting for an abort that
+    hangs."""
     code, start = LEAVING.format(root=str(ROOT), path=fake_nccl().path), time.monotonic()
     ended = python("-c", code)
     assert (ended.returncode, ended.stdout) == (0, "1\n"), ended.stdout + ended.stderr
     assert time.monotonic() - start < 25
 
 
-NEVER = 60.0  # seconds until an event comes to pass that nobody waits for to the end
+NEVER = 60.0  # seconds; an event this late completes after the test
 
 
 class Event:
-    """A CUDA event that completes at a given time."""
+    """A CUDA event that completes at `completion_time`."""
 
-    at = 0.0
+    completion_time = 0.0
 
     def record(self, stream: mock.Mock) -> None:
         assert stream.cuda_stream == 7
 
     def query(self) -> bool:
-        return time.monotonic() >= self.at
+        return time.monotonic() >= self.completion_time
 
 
 def test_wait_is_bounded(fake: Fake, comm: Communicator) -> None:
-    def wait(of: Communicator, seconds: float, timeout: float | None = None) -> Ending:
-        at = time.monotonic() + seconds
-        with mock.patch.object(torch.cuda, "Event", Event), mock.patch.object(Event, "at", at):
-            return faults.ending_of(lambda: of.wait(timeout))
+    def wait(communicator: Communicator, seconds: float, timeout: float | None = None) -> Ending:
+        completion_time = time.monotonic() + seconds
+        with (
+            mock.patch.object(torch.cuda, "Event", Event),
+            mock.patch.object(Event, "completion_time", completion_time),
+        ):
+            return faults.record_ending(lambda: communicator.wait(timeout))
 
     ending = wait(comm, 0.2)
     assert not ending.error and 0.19 <= ending.seconds < NEVER / 2, ending
     late = wait(comm, NEVER, timeout=0.1)
     assert late.error == "CollectiveTimeoutError" and 0.1 <= late.seconds < NEVER / 2, late
-    assert "enqueued work did not complete within 0.1 s" in late.text
+    assert "enqueued work did not complete within 0.1 s" in late.message
     assert (fake.calls("ncclCommAbort"), fake.alive(), fake.misuse()) == (1, 0, 0)
-    second = Communicator(group_of(dist.group.WORLD), library=fake.path)
+    second = Communicator(require_group(dist.group.WORLD), library=fake.path)
     fake.asynchronous(REMOTE_ERROR)
     lost = wait(second, NEVER)
     assert lost.error == "PeerLostError" and lost.seconds < NEVER / 2, lost
-    assert "an operation in flight failed" in lost.text and fake.alive() == 0
+    assert "an operation in flight failed" in lost.message and fake.alive() == 0
 
 
 X = torch.arange(12.0).view(4, 3)
@@ -306,9 +310,9 @@ REFUSED: list[tuple[Callable[[Communicator], object], type[Exception], str]] = [
 ]
 
 
-def test_refusals_reach_no_rank(fake: Fake, comm: Communicator) -> None:
-    for call, error, text in REFUSED:
-        ending = faults.ending_of(lambda call=call: call(comm))
-        assert ending.error == error.__name__ and text in ending.text, (text, ending)
+def test_refused_calls_are_not_enqueued(fake: Fake, comm: Communicator) -> None:
+    for call, error, message in REFUSED:
+        ending = faults.record_ending(lambda call=call: call(comm))
+        assert ending.error == error.__name__ and message in ending.message, (message, ending)
     assert not fake.log()
     comm.close()

@@ -1,5 +1,5 @@
-"""The bounded calls of `tpkernels.nccl` with a fake libnccl that fails on demand, and how they end:
-closed, aborted by another thread, with a call that does not return, in a fork."""
+"""Bounded calls of `tpkernels.nccl` on a fake libnccl that fails on demand: timeouts, errors,
+aborts from another thread, calls that never return, and forks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.processes import python
 from tpkernels import _C, nccl
 
 SHORT, LONG = 0.3, 30.0
-AWAY = 3  # seconds for which NCCL does not come back
+DELAY_SECONDS = 3  # seconds until a delayed NCCL function returns
 BUFFER = torch.zeros(64, dtype=torch.float64)
 
 Bounded = nccl._Bounded
@@ -51,7 +51,7 @@ def enqueue(communicator: Bounded, *kinds: str) -> None:
     communicator.enqueue([(kind, address, address, 8, 7, 0, 5) for kind in kinds])
 
 
-# Every call that NCCL may fail to complete: what fails in it, and the call.
+# For each name: the NCCL function that fails, and the call that uses it.
 CALLS: dict[str, tuple[str, Callable[[Bounded], object]]] = {
     "all_reduce": ("ncclAllReduce", lambda c: enqueue(c, "all_reduce")),
     "group start": ("ncclGroupStart", lambda c: enqueue(c, "send", "recv")),
@@ -62,37 +62,37 @@ CALLS: dict[str, tuple[str, Callable[[Bounded], object]]] = {
 }
 
 
-def asking(communicator: Bounded, fake: Fake, call: str = "all_reduce") -> Future[Ending]:
-    """A call in another thread, which has begun."""
-    function, ask = CALLS[call]
-    ending = ThreadPoolExecutor(1).submit(faults.ending_of, lambda: ask(communicator))
+def start_call(communicator: Bounded, fake: Fake, call: str = "all_reduce") -> Future[Ending]:
+    """Start a call in a different thread and wait until it enters NCCL."""
+    function, run = CALLS[call]
+    ending = ThreadPoolExecutor(1).submit(faults.record_ending, lambda: run(communicator))
     deadline = time.monotonic() + 5
     while not fake.calls(function) and time.monotonic() < deadline:
         time.sleep(0.001)
     return ending
 
 
-def require_broken(fake: Fake, communicator: Bounded, by: str) -> None:
-    """NCCL's communicator was aborted once, and later calls report that without calling NCCL."""
+def require_broken(fake: Fake, communicator: Bounded, reason: str) -> None:
+    """Check that NCCL aborted the communicator once and that later calls do not enter NCCL."""
     assert (fake.calls("ncclCommAbort"), fake.alive(), fake.misuse(), fake.depth()) == (1, 0, 0, 0)
-    asked = fake.calls("ncclCommGetAsyncError"), fake.calls("ncclAllReduce")
-    for again in (lambda: enqueue(communicator, "all_reduce"), communicator.check):
-        ending = faults.ending_of(again)
+    counts = fake.calls("ncclCommGetAsyncError"), fake.calls("ncclAllReduce")
+    for call in (lambda: enqueue(communicator, "all_reduce"), communicator.check):
+        ending = faults.record_ending(call)
         assert ending.error == "GroupBrokenError" and ending.seconds < LONG / 2, ending
-        assert "cannot run more calls; create a new communicator. The reason: " in ending.text, (
+        assert "cannot run more calls; create a new communicator. The reason: " in ending.message, (
             ending
         )
-        assert by in ending.text, ending
-    communicator.close()  # nothing is left to close
+        assert reason in ending.message, ending
+    communicator.close()  # no effect after the abort
     communicator.abort("again")
-    assert asked == (fake.calls("ncclCommGetAsyncError"), fake.calls("ncclAllReduce"))
+    assert counts == (fake.calls("ncclCommGetAsyncError"), fake.calls("ncclAllReduce"))
     assert fake.calls("ncclCommAbort") == 1
 
 
-def test_the_config_and_the_id_arrive(fake: Fake) -> None:
+def test_nccl_receives_the_config_and_the_id(fake: Fake) -> None:
     make(fake)
     config, unique_id = fake.init()
-    assert config == f"24 {0xCAFEBEEF} 21400 0"  # size, magic, version, not blocking
+    assert config == f"24 {0xCAFEBEEF} 21400 0"  # size, magic, version, blocking=0
     assert bytes(map(int, unique_id.split())) == bytes(range(128))
     with pytest.raises(ValueError, match="unique_id must have 128 bytes"):
         make(fake, unique_id=b"short")
@@ -103,14 +103,14 @@ def test_the_config_and_the_id_arrive(fake: Fake) -> None:
 
 @pytest.mark.parametrize("code", [SUCCESS, IN_PROGRESS])
 def test_a_call_in_progress_is_waited_for(fake_nccl: Build, code: int) -> None:
-    for function, ask in CALLS.values():
+    for function, run in CALLS.values():
         fake = fake_nccl()
         fake.progress(20)
         communicator = make(fake)
         if function != "ncclGroupStart":
             fake.result(function, code)
         before = fake.calls("ncclCommGetAsyncError")
-        ask(communicator)
+        run(communicator)
         assert fake.calls("ncclCommGetAsyncError") - before >= 21, function
         assert (fake.calls(function), fake.calls("ncclCommAbort"), fake.misuse()) == (1, 0, 0)
 
@@ -119,10 +119,10 @@ def test_a_call_in_progress_is_waited_for(fake_nccl: Build, code: int) -> None:
 def test_a_call_that_never_ends_is_given_up(fake: Fake, call: str) -> None:
     communicator = make(fake, SHORT)
     fake.progress(-1)
-    ending = faults.ending_of(lambda: CALLS[call][1](communicator))
+    ending = faults.record_ending(lambda: CALLS[call][1](communicator))
     assert ending.error == "CollectiveTimeoutError" and SHORT <= ending.seconds < LONG / 2, ending
     pattern = f"NCCL communicator 'tp', rank 0 of 1: {call} did not complete within 0.3 s: a rank "
-    assert pattern in ending.text, ending
+    assert pattern in ending.message, ending
     require_broken(fake, communicator, "did not complete within 0.3 s")
 
 
@@ -139,34 +139,34 @@ ERRORS = {
 )
 def test_a_call_that_fails(fake: Fake, call: str, code: int) -> None:
     communicator = make(fake)
-    function, ask = CALLS[call]
+    function, run = CALLS[call]
     fake.result(function, code)
-    ending = faults.ending_of(lambda: ask(communicator))
+    ending = faults.record_ending(lambda: run(communicator))
     assert ending.error == ERRORS[code]
-    assert f"failed: fake error {code}; last message: {function} broke" in ending.text
+    assert f"failed: fake error {code}; last message: {function} broke" in ending.message
     require_broken(fake, communicator, f"fake error {code}")
 
 
 @pytest.mark.parametrize("polls", [0, 20])
-def test_an_error_that_comes_later(fake: Fake, polls: int) -> None:
-    communicator, other = make(fake), make(fake)
+def test_an_asynchronous_error(fake: Fake, polls: int) -> None:
+    communicator, second = make(fake), make(fake)
     enqueue(communicator, "all_reduce")
     communicator.check()
     fake.asynchronous(REMOTE_ERROR)
     fake.progress(polls)
-    ending = faults.ending_of(
+    ending = faults.record_ending(
         lambda: enqueue(communicator, "all_reduce") if polls else communicator.check()
     )
     assert ending.error == "PeerLostError", ending
-    assert "fake error 6; last message: a link went down" in ending.text
+    assert "fake error 6; last message: a link went down" in ending.message
     fake.asynchronous(SUCCESS)
     assert (fake.calls("ncclCommAbort"), fake.alive()) == (1, 1)
-    enqueue(other, "all_reduce")  # another communicator still works
-    other.close()
+    enqueue(second, "all_reduce")  # the second communicator still works
+    second.close()
     require_broken(fake, communicator, "a link went down")
 
 
-# Set-up.
+# Setup.
 
 
 @pytest.mark.parametrize("code", [SUCCESS, IN_PROGRESS])
@@ -176,21 +176,21 @@ def test_set_up_is_waited_for(fake: Fake, code: int) -> None:
     make(fake)
     assert fake.calls("ncclCommGetAsyncError") == 51
     fake.progress(-1)
-    ending = faults.ending_of(lambda: make(fake, SHORT))
+    ending = faults.record_ending(lambda: make(fake, SHORT))
     assert ending.error == "CollectiveTimeoutError"
-    assert "rank 0 of 1: setup did not complete within 0.3 s" in ending.text
+    assert "rank 0 of 1: setup did not complete within 0.3 s" in ending.message
     assert (fake.calls("ncclCommAbort"), fake.alive(), fake.misuse()) == (1, 1, 0)
 
 
 def test_set_up_that_fails(fake: Fake) -> None:
     fake.asynchronous(REMOTE_ERROR)
-    ending = faults.ending_of(lambda: make(fake))
-    assert ending.error == "PeerLostError" and "setup failed: fake error 6" in ending.text
+    ending = faults.record_ending(lambda: make(fake))
+    assert ending.error == "PeerLostError" and "setup failed: fake error 6" in ending.message
     assert (fake.calls("ncclCommAbort"), fake.alive()) == (1, 0)
     fake.result("ncclCommInitRankConfig", INVALID_ARGUMENT)
-    ending = faults.ending_of(lambda: make(fake))
-    assert ending.error == "TpkernelsError" and "setup failed: fake error 4" in ending.text
-    assert fake.calls("ncclCommAbort") == 1  # NCCL made nothing
+    ending = faults.record_ending(lambda: make(fake))
+    assert ending.error == "TpkernelsError" and "setup failed: fake error 4" in ending.message
+    assert fake.calls("ncclCommAbort") == 1  # NCCL created no communicator that needs an abort
     assert fake.misuse() == 0
 
 
@@ -204,27 +204,27 @@ def test_close_waits_for_the_peers_and_frees(fake: Fake) -> None:
     communicator.close()
     counts = [fake.calls(f"nccl{name}") for name in ("CommFinalize", "CommDestroy", "CommAbort")]
     assert (counts, fake.alive(), fake.misuse()) == ([1, 1, 0], 0, 0)
-    ending = faults.ending_of(lambda: enqueue(communicator, "all_reduce"))
-    assert ending.error == "GroupBrokenError" and "The reason: it was closed" in ending.text
+    ending = faults.record_ending(lambda: enqueue(communicator, "all_reduce"))
+    assert ending.error == "GroupBrokenError" and "The reason: it was closed" in ending.message
     communicator.abort("late")
     assert fake.calls("ncclCommAbort") == 0
 
 
-def test_an_abort_that_does_not_come_back(fake: Fake) -> None:
+def test_an_abort_that_does_not_return(fake: Fake) -> None:
     communicator = make(fake, SHORT)
-    fake.delay("ncclCommAbort", 1000 * AWAY)
+    fake.delay("ncclCommAbort", 1000 * DELAY_SECONDS)
     fake.progress(-1)
-    ending = faults.ending_of(lambda: enqueue(communicator, "all_reduce"))
-    assert ending.error == "CollectiveTimeoutError" and ending.seconds < AWAY, ending
-    assert "; ncclCommAbort did not return and was abandoned" in ending.text
+    ending = faults.record_ending(lambda: enqueue(communicator, "all_reduce"))
+    assert ending.error == "CollectiveTimeoutError" and ending.seconds < DELAY_SECONDS, ending
+    assert "; ncclCommAbort did not return and was abandoned" in ending.message
 
 
-def test_a_destroy_that_does_not_come_back(fake: Fake) -> None:
+def test_a_destroy_that_does_not_return(fake: Fake) -> None:
     communicator = make(fake, SHORT)
-    fake.delay("ncclCommDestroy", 1000 * AWAY)
-    ending = faults.ending_of(communicator.close)
-    assert ending.error == "CollectiveTimeoutError" and ending.seconds < AWAY, ending
-    assert "ncclCommDestroy did not return in time" in ending.text
+    fake.delay("ncclCommDestroy", 1000 * DELAY_SECONDS)
+    ending = faults.record_ending(communicator.close)
+    assert ending.error == "CollectiveTimeoutError" and ending.seconds < DELAY_SECONDS, ending
+    assert "ncclCommDestroy did not return in time" in ending.message
     assert fake.calls("ncclCommAbort") == 0
 
 
@@ -234,19 +234,19 @@ def test_a_destroy_that_does_not_come_back(fake: Fake) -> None:
 def test_an_abort_ends_the_wait_of_another_thread(fake: Fake) -> None:
     communicator = make(fake)
     fake.progress(-1)
-    waiter = asking(communicator, fake)
-    communicator.check()  # passes over a call in progress
+    waiter = start_call(communicator, fake)
+    communicator.check()  # ignores a call in progress
     assert communicator.abort("the test says so")
     ending = waiter.result(10)
-    assert ending.error == "GroupBrokenError" and "the test says so" in ending.text, ending
+    assert ending.error == "GroupBrokenError" and "the test says so" in ending.message, ending
     require_broken(fake, communicator, "the test says so")
 
 
-def test_threads_take_turns(fake: Fake) -> None:
-    """NCCL forbids a call while another is in progress, and any with a freed communicator; the fake
-    counts those."""
+def test_calls_of_several_threads_are_serialized(fake: Fake) -> None:
+    """Two threads enqueue while a third checks and aborts. The fake counts misuse: calls during
+    another call, and calls on a freed communicator."""
     fake.progress(3)
-    ended = 0
+    num_broken = 0
     for aborts in [False, True] * 10:
         communicator = make(fake)
 
@@ -256,29 +256,30 @@ def test_threads_take_turns(fake: Fake) -> None:
             if aborts:
                 communicator.abort("a test")
 
-        def calls(communicator: Bounded = communicator) -> None:
+        def enqueue_many(communicator: Bounded = communicator) -> None:
             for _ in range(20):
                 enqueue(communicator, "all_reduce")
 
         with ThreadPoolExecutor(3) as pool:
-            endings = list(pool.map(faults.ending_of, [calls, calls, check]))
+            endings = list(pool.map(faults.record_ending, [enqueue_many, enqueue_many, check]))
         assert aborts or not any(ending.error for ending in endings), endings
-        ended += sum(ending.error == "GroupBrokenError" for ending in endings)
+        num_broken += sum(ending.error == "GroupBrokenError" for ending in endings)
         communicator.close()
-    assert (fake.misuse(), fake.alive()) == (0, 0) and ended > 0
+    assert (fake.misuse(), fake.alive()) == (0, 0) and num_broken > 0
 
 
 @pytest.mark.thorough
 def test_a_call_that_is_stuck_within_nccl(fake: Fake) -> None:
-    """Other threads do not wait for it forever, and it finds the abort when it returns."""
+    """A thread is stuck in NCCL. Calls of other threads time out, and the stuck call reports the
+    abort when it returns."""
     communicator = make(fake, SHORT)
-    fake.delay("ncclAllReduce", 1000 * AWAY)
-    stuck = asking(communicator, fake)
-    late = faults.ending_of(lambda: enqueue(communicator, "send"))
-    assert late.error == "CollectiveTimeoutError" and late.seconds < AWAY / 2, late
-    assert "waited 0.3 s for a call on a different thread" in late.text
+    fake.delay("ncclAllReduce", 1000 * DELAY_SECONDS)
+    stuck = start_call(communicator, fake)
+    late = faults.record_ending(lambda: enqueue(communicator, "send"))
+    assert late.error == "CollectiveTimeoutError" and late.seconds < DELAY_SECONDS / 2, late
+    assert "waited 0.3 s for a call on a different thread" in late.message
     start = time.monotonic()
-    assert communicator.abort("stuck") and time.monotonic() - start < AWAY / 2
+    assert communicator.abort("stuck") and time.monotonic() - start < DELAY_SECONDS / 2
     assert stuck.result(10).error == "GroupBrokenError"
     require_broken(fake, communicator, "stuck")
 
@@ -290,16 +291,16 @@ class Interrupted(Exception):
 def test_an_interrupt_ends_a_wait(fake: Fake) -> None:
     communicator = make(fake)
 
-    def raise_it(*_: object) -> None:
+    def raise_interrupted(*_: object) -> None:
         raise Interrupted
 
-    before = signal.signal(signal.SIGUSR1, raise_it)
+    previous_handler = signal.signal(signal.SIGUSR1, raise_interrupted)
     try:
         fake.progress(-1)
         threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGUSR1]).start()
-        ending = faults.ending_of(lambda: enqueue(communicator, "all_reduce"))
+        ending = faults.record_ending(lambda: enqueue(communicator, "all_reduce"))
     finally:
-        signal.signal(signal.SIGUSR1, before)
+        signal.signal(signal.SIGUSR1, previous_handler)
     assert ending.error == "Interrupted" and ending.seconds < LONG / 2, ending
     require_broken(fake, communicator, "all_reduce was interrupted by Interrupted")
 
@@ -315,13 +316,13 @@ from tests.support import faults
 
 fake = Fake({path!r})
 communicator = make(fake)
-communicator._in_nccl.acquire()  # by a thread that the fork does not copy
+communicator._nccl_lock.acquire()  # by a thread that the fork does not copy
 child = os.fork()
 if child == 0:
     calls = (lambda: enqueue(communicator, "all_reduce"), communicator.check)
-    for ending in map(faults.ending_of, calls):
+    for ending in map(faults.record_ending, calls):
         assert ending.error == "GroupBrokenError", ending
-        assert f"belongs to process {{os.getppid()}}" in ending.text, ending
+        assert f"belongs to process {{os.getppid()}}" in ending.message, ending
     assert communicator.abort("in the child")
     assert (fake.calls("ncclCommAbort"), fake.calls("ncclAllReduce"), fake.alive()) == (0, 0, 1)
     own = make(fake)  # the library goes on in the child
@@ -329,7 +330,7 @@ if child == 0:
     own.close()
     os._exit(7)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-communicator._in_nccl.release()
+communicator._nccl_lock.release()
 enqueue(communicator, "all_reduce")
 communicator.close()
 assert fake.alive() == 0
@@ -337,7 +338,7 @@ assert fake.alive() == 0
 
 
 @pytest.mark.thorough
-def test_a_fork_leaves_the_parents_communicator_alone(fake: Fake) -> None:
+def test_a_fork_does_not_affect_the_communicator(fake: Fake) -> None:
     code = FORKING.format(root=str(ROOT), path=fake.path)
     ended = python("-c", code)
     assert ended.returncode == 0, ended.stderr

@@ -1,4 +1,4 @@
-"""State dicts: unsharded names and shapes; saved by one number of ranks, loaded by another."""
+"""State dicts have unsharded names and shapes, and load on a different number of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import tpkernels
 from tests.support.cases import RanksFixture
 from tests.support.nn_reference import F64, Model, Shape
-from tests.support.ranked import check_job, fresh_group, on_ranks, unlike
+from tests.support.ranked import check_job, find_unexpected_messages, fresh_group, on_ranks
 from tests.support.tiers import sweep
 from tpkernels import nn as tnn
 from tpkernels.nn.linear import Heads
@@ -31,7 +31,7 @@ def make(group: Any, seed: int) -> Model:
     model = Model(SHAPE, group, True)
     sizes = tpkernels.shard_sizes(5, group.size())
     packed = Sharding.packed(0, [sizes, sizes[::-1]])
-    keys = Heads(8, 1, 4, group.size()).split_of("k_proj")  # on all ranks
+    keys = Heads(8, 1, 4, group.size()).plan_split("k_proj")  # a key head replicated on all ranks
     for name, features, options in (("packed", 10, {"out_sizes": packed}), ("keys", 4, keys)):
         layer = tnn.ColumnParallelLinear(3, features, group, dtype=F64, **options)
         model.add_module(name, layer)
@@ -39,47 +39,52 @@ def make(group: Any, seed: int) -> Model:
 
 
 def save_job(folder: str) -> dict[str, list[int]]:
-    """Saves through DCP, and unsharded on rank 0. Returns the shapes in the state dict."""
+    """Save through DCP, and the unsharded state dict on rank 0. Return the shapes."""
     with fresh_group() as group:
         model = make(group, seed=1)
         state = model.state_dict()
         dcp.save({"model": state}, checkpoint_id=f"{folder}/dcp")
-        whole = tnn.full_state_dict(model)
-        assert whole["head.weight"] is whole["embed.weight"]  # tied
+        full_state = tnn.full_state_dict(model)
+        assert full_state["head.weight"] is full_state["embed.weight"]  # tied
         if group.rank() == 0:
-            torch.save(whole, f"{folder}/whole.pt")
+            torch.save(full_state, f"{folder}/whole.pt")
         return {name: list(value.shape) for name, value in state.items()}
 
 
 def load_job(folder: str) -> None:
     with fresh_group() as group:
         want = tnn.full_state_dict(make(group, seed=1))
-        for way in ("dcp", "copied", "whole", "assigned", "meta"):
+        for variant in ("dcp", "copied", "whole", "assigned", "meta"):
             model = make(group, seed=2)
-            if way == "dcp":
+            if variant == "dcp":
                 state = model.state_dict()
                 dcp.load({"model": state}, checkpoint_id=f"{folder}/dcp")
                 model.load_state_dict(state)
-            elif way == "copied":
+            elif variant == "copied":
                 model.load_state_dict(copy.deepcopy(make(group, seed=1).state_dict()))
             else:
-                if way == "meta":
+                if variant == "meta":
                     model = model.to("meta")
                 saved = torch.load(f"{folder}/whole.pt", mmap=True)
-                model.load_state_dict(saved, assign=way != "whole")
+                model.load_state_dict(saved, assign=variant != "whole")
             for name, value in tnn.full_state_dict(model).items():
-                assert torch.equal(value, want[name]), f"{way}: {name} differs"
-            kept = {p.untyped_storage().nbytes() - p.nbytes for p in model.parameters()}
-            assert kept == {0}, f"{way}: parameters keep {kept} bytes that are not theirs"
+                assert torch.equal(value, want[name]), f"{variant}: {name} differs"
+            extra_bytes = {p.untyped_storage().nbytes() - p.nbytes for p in model.parameters()}
+            assert extra_bytes == {0}, (
+                f"{variant}: parameters keep {extra_bytes} bytes that are not theirs"
+            )
 
 
 @pytest.mark.parametrize("saved, loaded", sweep([(2, 3), (4, 1)]))
-def test_another_number_of_ranks_loads_it(
+def test_loading_on_a_different_number_of_ranks(
     ranks: RanksFixture, tmp_path: Path, saved: int, loaded: int
 ) -> None:
     shapes = ranks(saved).run(save_job, str(tmp_path))
-    whole = torch.load(tmp_path / "whole.pt")
-    assert all(one == {name: list(value.shape) for name, value in whole.items()} for one in shapes)
+    full_state = torch.load(tmp_path / "whole.pt")
+    assert all(
+        rank_shapes == {name: list(value.shape) for name, value in full_state.items()}
+        for rank_shapes in shapes
+    )
     assert shapes[0]["attention.q_proj.weight"] == [36, 12]
     assert shapes[0]["mlp.down_proj.weight"] == [12, 10]
     check_job(ranks(loaded), load_job, str(tmp_path))
@@ -95,7 +100,7 @@ def test_refusals() -> list[str]:
         zeros = torch.zeros(6, 5, dtype=F64)
         rank, pickles = group.rank(), [b""] * 2
         dist.all_gather_object(pickles, pickle.dumps(layer), group)
-        return unlike(
+        return find_unexpected_messages(
             {
                 f"by rank {1 - rank} of 2 and holds the shards of that rank, "
                 f"but this is rank {rank} of 2": (lambda: pickle.loads(pickles[1 - rank])),

@@ -1,4 +1,4 @@
-"""The vocabulary-parallel cross-entropy against torch's: value, gradient, and inputs for which it
+"""Vocabulary-parallel cross-entropy against torch: values, gradients, and inputs for which the loss
 must stay finite."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.cases import RanksFixture
-from tests.support.nn_reference import F64, SWEEP, far
-from tests.support.ranked import fresh_group, on_ranks, recorded_calls, unlike
+from tests.support.nn_reference import F64, SWEEP, find_mismatch
+from tests.support.ranked import find_unexpected_messages, fresh_group, on_ranks, record_calls
 from tpkernels import nn as tnn
 from tpkernels.nn.sharding import Sharding
 
@@ -28,7 +28,7 @@ def samples(vocab: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     some, none = target.clone(), torch.full(ROWS, -100)
     some[1, 1:4] = -100
     masked = logits.clone()
-    masked[..., : vocab // 2] = -math.inf  # whole columns; in some splits all columns of a rank
+    masked[..., : vocab // 2] = -math.inf  # entire columns; for some splits, all columns of a rank
     ignored = logits.clone()
     ignored[1, 1:4] = math.inf
     return {
@@ -42,38 +42,38 @@ def samples(vocab: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("world", SWEEP)
-@pytest.mark.parametrize("vocab", [11, 3])  # with 4 ranks and 3 columns the last rank has none
+@pytest.mark.parametrize("vocab", [11, 3])  # with 3 columns, the last of 4 ranks is empty
 @on_ranks()
-def test_it_is_torchs(vocab: int) -> None:
+def test_loss_matches_torch(vocab: int) -> None:
     with fresh_group() as group:
         split = Sharding.of(2, vocab, group.group_name, "vocab")
         for name, (logits, target) in samples(vocab).items():
             for reduction in ("mean", "sum", "none"):
-                whole = logits.clone().requires_grad_()
-                mine = split.shard(logits).clone().requires_grad_()
-                want = F.cross_entropy(whole.flatten(0, 1), target.flatten(), reduction=reduction)
+                full = logits.clone().requires_grad_()
+                local = split.shard(logits).clone().requires_grad_()
+                want = F.cross_entropy(full.flatten(0, 1), target.flatten(), reduction=reduction)
                 want = want.view(ROWS) if reduction == "none" else want
                 got = tnn.vocab_parallel_cross_entropy(
-                    mine, target, group, vocab, reduction=reduction
+                    local, target, group, vocab, reduction=reduction
                 )
                 weights = torch.linspace(1, 2, want.numel(), dtype=F64).view(want.shape)
                 (want * weights).sum().backward()
                 (got * weights).sum().backward()
                 case = f"{name}, {reduction}, vocabulary {vocab}"
-                if want.isnan().any():  # the mean of nothing
+                if want.isnan().any():  # the mean over zero targets
                     assert got.isnan().all(), f"{case}: {got}, expected nan"
                     continue
-                assert whole.grad is not None
+                assert full.grad is not None
                 # torch returns nan if an ignored row has infinities.
-                exact = whole.grad.masked_fill((target == -100).unsqueeze(-1), 0)
-                pairs = {"loss": (got, want), "gradient": (mine.grad, split.shard(exact))}
-                for what, (one, other) in pairs.items():
-                    difference = far(one, other)
-                    assert difference is None, f"{case}: {what} {difference}"
+                exact = full.grad.masked_fill((target == -100).unsqueeze(-1), 0)
+                pairs = {"loss": (got, want), "gradient": (local.grad, split.shard(exact))}
+                for quantity, (actual, expected) in pairs.items():
+                    difference = find_mismatch(actual, expected)
+                    assert difference is None, f"{case}: {quantity} {difference}"
 
 
 class Largest(TorchDispatchMode):
-    """The elements of the largest tensor that an operator returns."""
+    """Record the size of the largest tensor that an operator returns, in elements."""
 
     elements = 0
 
@@ -87,18 +87,18 @@ class Largest(TorchDispatchMode):
 
 
 def low_precision_job() -> str:
-    """Four numbers per row are sent, no tensor is larger than this rank's logits, and fp32 sums of
-    bfloat16 logits are those of float64. Returns the bits of the loss."""
+    """Compute the loss of bfloat16 logits and check that it matches float64. Ranks send four values
+    per row, and no tensor is larger than the local logits. Return the loss as hex."""
     with fresh_group() as group:
         torch.manual_seed(1)
         logits = torch.randn(64, 1000 * group.size())
         target = torch.randint(0, logits.shape[1], (64,))
         split = Sharding.of(1, logits.shape[1], group.group_name, "vocab")
-        mine = split.shard(logits).bfloat16().requires_grad_()
-        with recorded_calls() as calls, Largest() as largest:
-            loss = tnn.vocab_parallel_cross_entropy(mine, target, group, logits.shape[1])
+        local = split.shard(logits).bfloat16().requires_grad_()
+        with record_calls() as calls, Largest() as largest:
+            loss = tnn.vocab_parallel_cross_entropy(local, target, group, logits.shape[1])
             loss.backward()
-        assert mine.grad is not None and mine.grad.dtype == torch.bfloat16
+        assert local.grad is not None and local.grad.dtype == torch.bfloat16
         assert loss.dtype == torch.float32 and calls == ["all_gather"]
         assert largest.elements == 64 * 1000
         assert abs(F.cross_entropy(logits.bfloat16().double(), target) - loss) < 1e-6 * 8
@@ -117,7 +117,7 @@ def test_refusals() -> list[str]:
         leaf = logits.clone().requires_grad_()
         loss = functools.partial(tnn.vocab_parallel_cross_entropy, group=group)
         shifted = functools.partial(loss, vocab_size=total)
-        return unlike(
+        return find_unexpected_messages(
             {
                 "needs 6 columns with vocab_size=12": lambda: loss(logits, target, vocab_size=12),
                 "expected a target of shape [4]": lambda: shifted(logits, target[:3]),

@@ -1,5 +1,5 @@
-"""Experts on shards against a float64 loop over tokens: split by width and whole, tokens of each
-rank and of all, gradients, packed weights, state dicts."""
+"""MoE layers against a float64 loop over tokens: tensor-parallel and expert-parallel experts, local
+and replicated tokens, gradients, packed weights and state dicts."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tpkernels
 from tests.support.compiled import ops_in
-from tests.support.nn_reference import far
+from tests.support.nn_reference import find_mismatch
 from tests.support.ranked import fresh_group, on_ranks
 from tests.support.tiers import sweep
 from tpkernels.nn import ColumnParallelLinear, MoE
 from tpkernels.nn.moe import PROJECTIONS
-from tpkernels.ops.experts import _routes_of_experts, route, sum_routes
+from tpkernels.ops.experts import _routes_of_experts, reduce_by_token, sort_assignments
 
 F64 = torch.float64
 TOKENS, EXPERTS, HIDDEN, WIDTH, K = 7, 3, 8, 10, 2
 
 
-#: Forms of experts: those of Mixtral, and those of gpt-oss.
-FORMS: list[dict[str, bool]] = [{}, {"bias": True, "transposed": True, "interleaved": True}]
+#: Layouts of the expert weights in Mixtral and in gpt-oss.
+LAYOUTS: list[dict[str, bool]] = [{}, {"bias": True, "transposed": True, "interleaved": True}]
 
 
-def loop(x: Any, ids: Any, weights: Any, moe: MoE, w: dict[str, Any]) -> torch.Tensor:
-    """The sum over the experts of each token, one after the other."""
+def reference_output(x: Any, ids: Any, weights: Any, moe: MoE, w: dict[str, Any]) -> torch.Tensor:
+    """Return the weighted sum of the experts of each token, in float64."""
     rows = []
 
     def project(x: torch.Tensor, name: str, expert: Any) -> torch.Tensor:
@@ -51,59 +51,63 @@ def loop(x: Any, ids: Any, weights: Any, moe: MoE, w: dict[str, Any]) -> torch.T
     return torch.stack(rows)
 
 
-def routes(tokens: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Expert 1 gets nothing, and some tokens go twice to one."""
+def make_assignments(tokens: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return x, expert ids and router weights. Expert 1 gets no tokens, and some tokens are
+    assigned twice to one expert."""
     torch.manual_seed(3)
     ids = torch.randint(0, 2, (tokens, K)) * 2
     return torch.randn(tokens, HIDDEN, dtype=F64), ids, torch.rand(tokens, K, dtype=F64)
 
 
 @pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_routes_are_summed_in_the_order_of_k(dtype: torch.dtype) -> None:
-    """To the bit, whatever the columns and threads; torch.sum does not."""
+def test_expert_outputs_are_summed_in_slot_order(dtype: torch.dtype) -> None:
+    """The sums are bitwise identical for any number of columns and threads, unlike torch.sum."""
     ids = torch.randint(0, EXPERTS, (64, 8), generator=torch.Generator().manual_seed(1))
     weights = torch.rand(64, 8, dtype=F64 if dtype == F64 else torch.float32)
-    routing = route(ids, weights, EXPERTS)
+    routing = sort_assignments(ids, weights, EXPERTS)
     rows = torch.randn(512, 101).to(dtype).requires_grad_()
-    by_route = rows[routing.order.argsort()].view(64, 8, 101).to(weights.dtype)
+    by_assignment = rows[routing.order.argsort()].view(64, 8, 101).to(weights.dtype)
     total = torch.zeros(64, 101, dtype=weights.dtype)
     for j in range(8):
-        total = total + by_route[:, j] * weights[:, j, None]
-    y = sum_routes(rows, routing)
+        total = total + by_assignment[:, j] * weights[:, j, None]
+    y = reduce_by_token(rows, routing)
     for threads in (3, torch.get_num_threads()):
         torch.set_num_threads(threads)
-        assert torch.equal(sum_routes(rows, routing), total.to(dtype))
-    got, wanted = (torch.autograd.grad(each.sum(), rows)[0] for each in (y, total.to(dtype)))
-    assert torch.equal(got, wanted)
+        assert torch.equal(reduce_by_token(rows, routing), total.to(dtype))
+    got, want = (torch.autograd.grad(output.sum(), rows)[0] for output in (y, total.to(dtype)))
+    assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("own", [(0, 3), (3, 2), (5, 0)], ids=str)
-def test_routes_of_experts_in_a_static_number(own: tuple[int, int]) -> None:
-    """Those to own experts come first: as without."""
+@pytest.mark.parametrize("local", [(0, 3), (3, 2), (5, 0)], ids=str)
+def test_static_assignments_of_local_experts(local: tuple[int, int]) -> None:
+    """With ``static``, assignments to local experts come first, in the same order as without."""
     ids = torch.randint(0, 5, (40, 2), generator=torch.Generator().manual_seed(2))
-    few, counts = _routes_of_experts(ids, 5, *own, static=False)
-    ids[7:9, 1], wrong = torch.tensor([-1, 5]), [15, 17]
-    order, same = _routes_of_experts(ids, 5, *own, static=True)
-    mine = [route for route in few.tolist() if route not in wrong]
-    assert order[: len(mine)].tolist() == mine and set(order.tolist()) == set(range(80))
-    assert int(counts.sum() - same.sum()) == len(few) - len(mine) and len(same) == own[1]
+    dynamic, counts = _routes_of_experts(ids, 5, *local, static=False)
+    ids[7:9, 1], invalid = torch.tensor([-1, 5]), [15, 17]
+    order, static_counts = _routes_of_experts(ids, 5, *local, static=True)
+    valid = [i for i in dynamic.tolist() if i not in invalid]
+    assert order[: len(valid)].tolist() == valid and set(order.tolist()) == set(range(80))
+    assert (
+        int(counts.sum() - static_counts.sum()) == len(dynamic) - len(valid)
+        and len(static_counts) == local[1]
+    )
 
 
-@pytest.mark.parametrize("world", sweep([3, 2, 1, 4], later=2))
-@pytest.mark.parametrize("width", sweep([WIDTH, 2], later=1))
+@pytest.mark.parametrize("world", sweep([3, 2, 1, 4], num_thorough=2))
+@pytest.mark.parametrize("width", sweep([WIDTH, 2], num_thorough=1))
 @on_ranks()
-def test_as_a_loop_over_tokens(width: int) -> list[str]:
-    """Ranks without experts, width or tokens included."""
+def test_against_a_loop_over_tokens(width: int) -> list[str]:
+    """Outputs and gradients match the loop, also on ranks without experts, columns or tokens."""
     failures: dict[str, str | None] = {}
     with fresh_group() as group:
         rank, world = group.rank(), group.size()
-        for form, expert_parallel in itertools.product(FORMS, (False, True)):
+        for layout, expert_parallel in itertools.product(LAYOUTS, (False, True)):
             sizes = tpkernels.shard_sizes(TOKENS, world)
-            if form and world > 1:  # the last rank has no token
+            if layout and world > 1:  # the last rank has no token
                 sizes = [*tpkernels.shard_sizes(TOKENS, world - 1), 0]
-            mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+            local_rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
             for sequence_parallel in (False, True):
-                what = f"{expert_parallel=} {sequence_parallel=} {form}"
+                case = f"{expert_parallel=} {sequence_parallel=} {layout}"
                 torch.manual_seed(1)
                 moe = MoE(
                     EXPERTS,
@@ -112,53 +116,54 @@ def test_as_a_loop_over_tokens(width: int) -> list[str]:
                     group,
                     expert_parallel=expert_parallel,
                     sequence_parallel=sequence_parallel,
-                    max_rows=TOKENS * K if form else None,
+                    max_rows=TOKENS * K if layout else None,
                     dtype=F64,
-                    **form,
+                    **layout,
                 )
-                whole = {
+                unsharded = {
                     name: w.requires_grad_()
                     for name, w in tpkernels.nn.full_state_dict(moe).items()
                 }
-                x, ids, weights = routes()
+                x, ids, weights = make_assignments()
                 inputs = [x.requires_grad_(), weights.requires_grad_()]
-                want = loop(x, ids, weights, moe, whole)
+                want = reference_output(x, ids, weights, moe, unsharded)
                 upstream = torch.randn_like(want)
                 want.backward(upstream)
-                part = mine if sequence_parallel else slice(None)
-                local = [t.detach()[part].clone().requires_grad_() for t in inputs]
+                rows = local_rows if sequence_parallel else slice(None)
+                local = [t.detach()[rows].clone().requires_grad_() for t in inputs]
                 y = moe(
                     local[0],
-                    ids[part],
+                    ids[rows],
                     local[1],
                     **({"shard_sizes": sizes} if sequence_parallel else {}),
                 )
-                y.backward(upstream[part])
-                failures[f"{what} y"] = far(y.detach(), want.detach()[part], 1e-12)
+                y.backward(upstream[rows])
+                failures[f"{case} y"] = find_mismatch(y.detach(), want.detach()[rows], 1e-12)
                 for name, got, full in zip(("x", "weights"), local, inputs, strict=True):
                     assert got.grad is not None and full.grad is not None
-                    failures[f"{what} {name}"] = far(got.grad, full.grad[part], 1e-12)
-                for name, w in whole.items():
+                    failures[f"{case} {name}"] = find_mismatch(got.grad, full.grad[rows], 1e-12)
+                for name, w in unsharded.items():
                     got_grad = moe.get_parameter(name).grad
                     assert got_grad is not None and w.grad is not None
-                    shard = moe.shard_of(name, w.grad)
+                    shard = moe.get_shard(name, w.grad)
                     if shard.numel():
-                        failures[f"{what} {name}"] = far(got_grad, shard, 1e-12)
+                        failures[f"{case} {name}"] = find_mismatch(got_grad, shard, 1e-12)
     return [f"{name}: {failure}" for name, failure in failures.items() if failure is not None]
 
 
 @pytest.mark.parametrize("world", [2])
 @on_ranks()
 def test_packed() -> None:
-    """The bits of plain weights in float32 integers; state dicts and loading as without."""
+    """With small integers in float32, results are bitwise identical to plain weights. State dicts
+    and loading work like in a plain layer."""
     with fresh_group() as group:
-        for form, expert_parallel in zip(FORMS, (False, True), strict=True):
-            moe = MoE(EXPERTS, HIDDEN, WIDTH, group, expert_parallel=expert_parallel, **form)
+        for layout, expert_parallel in zip(LAYOUTS, (False, True), strict=True):
+            moe = MoE(EXPERTS, HIDDEN, WIDTH, group, expert_parallel=expert_parallel, **layout)
             with torch.no_grad():
                 for w in moe.parameters():
                     w.copy_(torch.randint(-2, 3, w.shape))
             moe.activation = F.relu
-            x, ids, _ = routes()
+            x, ids, _ = make_assignments()
             x, weights = x.float().round(), torch.ones(TOKENS, K)
             state = tpkernels.nn.full_state_dict(moe)
             for drop in (False, True):
@@ -188,7 +193,7 @@ def test_packed() -> None:
 
 
 class Experts(torch.nn.Module):
-    """As transformers makes them: a method has another name than its function."""
+    """Experts like in transformers, with a method whose name differs from its function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,8 +212,9 @@ Experts._apply_gate = gate_of_experts  # type: ignore[attr-defined]
 @pytest.mark.parametrize("world", [2])
 @on_ranks()
 def test_copies() -> None:
-    """Pickled and copied, packed or not, with the packed weights once."""
-    x, ids, weights = routes()
+    """Pickle and copy a plain or packed layer. Results are identical, and packed weights are stored
+    once."""
+    x, ids, weights = make_assignments()
     with fresh_group() as group, torch.no_grad():
         for drop in (None, False, True):
             moe = MoE.from_experts(Experts(), group)
@@ -225,9 +231,10 @@ def test_copies() -> None:
 @pytest.mark.parametrize("dropped", PROJECTIONS)
 @pytest.mark.parametrize("world", [2])
 @on_ranks()
-def test_one_of_two_packed_weights_is_kept(dropped: str) -> None:
-    """As `from_pretrained` packs experts of which one weight is tied."""
-    x, ids, weights = routes()
+def test_one_of_two_plain_weights_is_dropped(dropped: str) -> None:
+    """Pack both weights and drop one plain weight, as `from_pretrained` does if the second is tied.
+    Results and dims stay correct after copies, moves and loads."""
+    x, ids, weights = make_assignments()
     with fresh_group() as group, torch.no_grad():
         moe = MoE(EXPERTS, HIDDEN, WIDTH, group)
         want, state = moe(x.float(), ids, weights.float()), tpkernels.nn.full_state_dict(moe)
@@ -243,7 +250,7 @@ def test_one_of_two_packed_weights_is_kept(dropped: str) -> None:
             elif step == "loaded":
                 packed.load_state_dict(state)
             assert {name: w.dim() for name, w in packed.named_parameters()} == dims, step
-            assert far(packed(x.float(), ids, weights.float()), want, 1e-5) is None, step
+            assert find_mismatch(packed(x.float(), ids, weights.float()), want, 1e-5) is None, step
             saved = tpkernels.nn.full_state_dict(packed)
             assert all(torch.equal(saved[name], w) for name, w in state.items()), step
         packed.unpack_()
@@ -254,8 +261,9 @@ def test_one_of_two_packed_weights_is_kept(dropped: str) -> None:
 @pytest.mark.parametrize("world", [2])
 @on_ranks()
 def test_an_error_leaves_layers_packed(drop: bool) -> None:
-    """Of what `nn.Module.to` and others apply, at each of the parameters."""
-    x, ids, weights = routes()
+    """Raise in ``_apply``, which `nn.Module.to` calls, at the first or second parameter. The layers
+    stay packed and give the same results."""
+    x, ids, weights = make_assignments()
     with fresh_group() as group, torch.no_grad():
         moe, linear = MoE(EXPERTS, HIDDEN, WIDTH, group), ColumnParallelLinear(8, 10, group)
         calls = {
@@ -276,7 +284,7 @@ def test_an_error_leaves_layers_packed(drop: bool) -> None:
                     layer._apply(fail)
                 assert layer._packed is not None and layer._packed != {}, (layer, last)
                 assert [w.shape for w in layer.parameters()] == shapes, (layer, last)
-                assert far(call(), want, 1e-5) is None, (layer, last)
+                assert find_mismatch(call(), want, 1e-5) is None, (layer, last)
 
 
 @pytest.mark.thorough
@@ -286,35 +294,36 @@ def test_an_error_leaves_layers_packed(drop: bool) -> None:
     [(True, 28), *(pytest.param(s, None, marks=pytest.mark.slow) for s in (False, True))],
 )
 @on_ranks()
-def test_compiled_training_of_whole_experts(sequence: bool, rows: int | None) -> None:
-    """With breaks in the graph, but with the gradients of eager mode: to the bit by the same
-    kernels, and by inductor where no token goes to the experts of rank 0."""
+def test_compiled_training_with_expert_parallelism(sequence: bool, rows: int | None) -> None:
+    """Compile with graph breaks. With the same kernels, gradients are bitwise identical to eager
+    mode. With inductor they are close, even if the experts of rank 0 get no tokens."""
     with fresh_group() as group, fresh_cache():
         options = {"expert_parallel": True, "sequence_parallel": sequence, "max_rows": rows}
         moe = MoE(EXPERTS, HIDDEN, WIDTH, group, **options)
-        x, uneven, weights = routes()
+        x, uneven, weights = make_assignments()
         assert moe.splits["down_proj"].sizes == (2, 1)
         passes = tpkernels.compile.fuse_collectives(group).options
-        ways: list[tuple[torch.Tensor, dict[str, Any], Any]] = [
+        cases: list[tuple[torch.Tensor, dict[str, Any], Any]] = [
             (uneven, {"backend": "aot_eager"}, torch.equal),
             (torch.full_like(uneven, 2), {"options": passes}, partial(torch.allclose, atol=1e-5)),
         ]
-        for ids, how, alike in ways:
+        for ids, compile_options, matches in cases:
             torch._dynamo.reset()
             grads = []
-            for call in (moe, torch.compile(moe, **how)):
+            for call in (moe, torch.compile(moe, **compile_options)):
                 leaves = [x.float().requires_grad_(), weights.float().requires_grad_()]
                 moe.zero_grad()
                 call(leaves[0], ids, leaves[1]).square().sum().backward()
                 grads.append([leaf.grad for leaf in (*leaves, *moe.parameters())])
-            assert all(map(alike, *grads)), how
+            assert all(map(matches, *grads)), compile_options
 
 
 @on_ranks(2)
-def test_no_rows_are_combined_outside_of_graphs_for_training() -> None:
-    """No token goes to the experts of rank 0."""
+def test_combine_without_rows_in_training_graphs() -> None:
+    """The experts of rank 0 get no tokens. With gradients, rank 0 runs ``moe_combine`` outside the
+    graph."""
     with fresh_group() as group:
-        x, ids, weights = routes()
+        x, ids, weights = make_assignments()
         ids = torch.full_like(ids, 2)
         rows, _, handle = tpkernels.moe_dispatch(x, ids, weights, EXPERTS, group)
         assert (len(rows) == 0) == (group.rank() == 0)
@@ -340,32 +349,33 @@ def test_no_rows_are_combined_outside_of_graphs_for_training() -> None:
 
 @pytest.mark.parametrize("world", [2])
 @on_ranks()
-def test_an_error_in_a_traced_backward_breaks_nothing() -> None:
+def test_an_error_while_tracing_keeps_the_group_usable() -> None:
     with fresh_group() as group:
         breaking = tpkernels.groups.breaking_on_error(group.group_name)
         with FakeTensorMode(), pytest.raises(ZeroDivisionError), breaking:
             raise ZeroDivisionError
         tpkernels.all_reduce(torch.ones(2), group)
-        routes, ones = torch.zeros(4, 1, dtype=torch.int64), torch.ones(2, 1)
+        ids, ones = torch.zeros(4, 1, dtype=torch.int64), torch.ones(2, 1)
         with FakeTensorMode() as mode:
             x = torch.ones(3, 8, requires_grad=True)
-            given = mode.from_tensor(ones), mode.from_tensor(routes), 2, group.group_name
-            y = torch.ops.tpkernels.moe_combine(x, *given)
+            args = mode.from_tensor(ones), mode.from_tensor(ids), 2, group.group_name
+            y = torch.ops.tpkernels.moe_combine(x, *args)
             (grad,) = torch.autograd.grad(y.sum(), x)
-            assert grad.shape == x.shape  # whose number of rows no route tells here
+            assert grad.shape == x.shape  # the assignments do not give the number of rows
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2])
 @on_ranks()
 def test_compiled() -> None:
-    """In one graph, also for another number of tokens."""
+    """Compile into one graph and call it with several numbers of tokens. Results and gradients are
+    bitwise identical to eager mode."""
     with fresh_group() as group:
         for options in ({}, {"sequence_parallel": True}, {"expert_parallel": True}):
-            moe = MoE(EXPERTS, HIDDEN, WIDTH, group, **options, **FORMS[1])
+            moe = MoE(EXPERTS, HIDDEN, WIDTH, group, **options, **LAYOUTS[1])
             compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
             for tokens in (6, 8, 40):
-                x, ids, weights = routes(tokens)
+                x, ids, weights = make_assignments(tokens)
                 grads = []
                 for call in (moe, compiled):
                     moe.zero_grad()
@@ -382,7 +392,7 @@ def test_compiled() -> None:
 def test_refusals() -> None:
     with fresh_group() as group:
         moe = MoE(EXPERTS, HIDDEN, WIDTH, group)
-        x, ids, weights = routes()
+        x, ids, weights = make_assignments()
         for wrong in (-1, EXPERTS):
             bad = ids.clone()
             bad[2, 1] = wrong
@@ -394,7 +404,7 @@ def test_refusals() -> None:
             with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
                 rest = moe(x.float(), bad, weights.float())
             rest[2] = torch.where(rest[2].isnan(), moe(x.float(), ids, weights.float())[2], 0)
-            assert far(rest, moe(x.float(), ids, weights.float()), 1e-5) is None
+            assert find_mismatch(rest, moe(x.float(), ids, weights.float()), 1e-5) is None
         bad = ids.clone()
         bad[2, 1] = EXPERTS if group.rank() == 1 else 0
         wrong_expert = (
@@ -405,7 +415,7 @@ def test_refusals() -> None:
             options = {"expert_parallel": expert_parallel, "sequence_parallel": True}
             layer = MoE(EXPERTS, HIDDEN, WIDTH, group, **options)
             want = layer(x.float(), ids, weights.float())
-            with pytest.raises(ValueError, match=message):  # on all ranks
+            with pytest.raises(ValueError, match=message):  # raised on all ranks
                 layer(x.float(), bad, weights.float())
             with pytest.raises(ValueError, match=r"x of shape \[7, 7\] needs \[7, N\]"):
                 layer(x.float()[:, 1:], ids, weights.float())
@@ -419,8 +429,9 @@ def test_refusals() -> None:
 
 
 @pytest.mark.thorough
-def test_models_call_it_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where experts have biases and gates of their own, as those of gpt-oss."""
+def test_transformers_experts_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Select the "tpkernels" experts by name in transformers models. Logits match eager mode, also
+    for gpt-oss experts with biases and custom gates."""
     transformers = pytest.importorskip("transformers")
     from tpkernels.integrations.transformers import experts
 
@@ -445,5 +456,5 @@ def test_models_call_it_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
             for implementation in ("eager", "tpkernels"):
                 model.config._experts_implementation = implementation
                 logits.append(model(ids).logits)
-        assert far(logits[1], logits[0], 1e-5) is None, model_type
+        assert find_mismatch(logits[1], logits[0], 1e-5) is None, model_type
     assert len(counts) == 4

@@ -1,5 +1,4 @@
-"""PyTorch's own tools on sharded parameters: they give what they give for the unsharded model, or
-refuse."""
+"""PyTorch tools on sharded parameters: results match the unsharded model, or the tool raises."""
 
 from __future__ import annotations
 
@@ -28,16 +27,16 @@ import tpkernels
 from tests.support import hf_models
 from tests.support.cases import RanksFixture
 from tests.support.nn_reference import shard
-from tests.support.ranked import check_job, on_ranks, unlike
+from tests.support.ranked import check_job, find_unexpected_messages, on_ranks
 from tpkernels import nn as tnn
 
 pytest.importorskip("transformers")
 
 
 def _pair(mesh: Any = None, frozen: bool = False) -> tuple[Any, Any]:
-    """A model, and a parallel copy of it."""
+    """Return a model and a parallel copy."""
     single = hf_models.make("llama").requires_grad_(not frozen)
-    mesh = hf_models.mesh_of_all() if mesh is None else mesh
+    mesh = hf_models.make_world_mesh() if mesh is None else mesh
     return single, tpkernels.parallelize(copy.deepcopy(single), mesh)
 
 
@@ -46,9 +45,9 @@ def _backward(model: Any, tokens: int = hf_models.TOKENS, scale: float = 1.0) ->
 
 
 @on_ranks(3)
-def test_norms_are_of_the_unsharded_gradients() -> None:
-    """Also of parameters that were frozen, of copies, of reloaded ones, and after a second
-    backward."""
+def test_norms_match_the_unsharded_gradients() -> None:
+    """Run two backwards on a parallel model that was frozen, a copy, and reloaded models. Norms and
+    clipping match the unsharded model."""
     single, parallel = _pair(frozen=True)
     for model in (single, parallel):
         model.requires_grad_(True)
@@ -71,17 +70,17 @@ def test_norms_are_of_the_unsharded_gradients() -> None:
                 assert abs(got - want) <= 1e-5 * want, (i, order, foreach, got, want)
     want = clip_grad_norm_(single.parameters(), 0.5)
     got = clip_grad_norm_(parallel.parameters(), 0.5)
-    copied.model.layers[0].mlp.up_proj.weight.grad = plain = loaded.model.layers[
+    copied.model.layers[0].mlp.up_proj.weight.grad = plain_grad = loaded.model.layers[
         0
     ].mlp.up_proj.weight.grad.clone()
-    assert type(plain) is torch.Tensor  # one that was assigned
-    ours = tnn.clip_grad_norm_(copied, 0.5)
-    for value in (got, ours):
+    assert type(plain_grad) is torch.Tensor  # a plain gradient, assigned by the user
+    returned_norm = tnn.clip_grad_norm_(copied, 0.5)
+    for value in (got, returned_norm):
         assert abs(value - want) <= 1e-5 * want, f"clipped with the norm {value}, not {want}"
     loaded.model.norm.weight.grad.fill_(torch.inf)
     with pytest.raises(RuntimeError, match="norm of the gradients is inf"):
         tnn.clip_grad_norm_(loaded, 1.0, error_if_nonfinite=True)
-    # A step gets plain tensors, which can be compiled; after it, norms are whole again.
+    # A step gets plain tensors, which can be compiled. After the step, norms cover all shards.
     optimizer, kinds = torch.optim.SGD(parallel.parameters()), set[type]()
     optimizer.register_step_pre_hook(lambda *_: kinds.update(type(p.grad) for p in _all(optimizer)))
     optimizer.step()
@@ -97,7 +96,8 @@ def _all(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 @on_ranks(2)
 def test_a_step_is_skipped_on_all_ranks() -> None:
-    """With infinities in the shards of one rank, and of both, which fused optimizers count."""
+    """Put infinities into the gradients of one rank, or of both ranks for a fused optimizer, which
+    counts them. All ranks skip the step."""
     for fused, infinite in ((False, {1}), (True, {0, 1})):
         layer = tnn.ColumnParallelLinear(4, 4, dist.group.WORLD, bias=False)
         before = layer.weight.detach().clone()
@@ -112,7 +112,7 @@ def test_a_step_is_skipped_on_all_ranks() -> None:
 
 
 class Block(nn.Module):
-    """A user's module, with an attribute named as one of torch's wrappers."""
+    """User module with a ``process_group`` attribute, as in the torch wrappers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,26 +121,26 @@ class Block(nn.Module):
 
 
 @on_ranks(2)
-def test_copies_by_pickle_are_marked_again() -> None:
-    def norm_of(layer: nn.Module) -> torch.Tensor:
+def test_unpickled_parameters_are_marked_as_shards() -> None:
+    def gradient_norm(layer: nn.Module) -> torch.Tensor:
         layer.zero_grad()
         layer(torch.ones(2, 4)).sum().backward()
         return get_total_norm([p.grad for p in layer.parameters()])
 
-    def saved(value: Any, **options: Any) -> Any:
+    def round_trip(value: Any, **options: Any) -> Any:
         file = io.BytesIO()
         torch.save(value, file)
         file.seek(0)
         return torch.load(file, **options)
 
     layer = Block().up
-    assert torch.equal(norm_of(saved(layer, weights_only=False)), norm_of(layer))
+    assert torch.equal(gradient_norm(round_trip(layer, weights_only=False)), gradient_norm(layer))
     assert type(copy.deepcopy(layer.weight.grad)) is torch.Tensor
-    saved([list(layer.parameters()), layer.weight.grad])  # as weights only
+    round_trip([list(layer.parameters()), layer.weight.grad])  # loads with weights_only=True
 
 
 @on_ranks(2)
-def test_states_load_where_one_rank_has_all_of_a_parameter() -> None:
+def test_states_load_if_one_rank_holds_a_full_parameter() -> None:
     layer = tnn.ColumnParallelLinear(4, 1, dist.group.WORLD, bias=False)
     optimizer = torch.optim.Adam(layer.parameters())
     for _ in range(2):
@@ -150,7 +150,7 @@ def test_states_load_where_one_rank_has_all_of_a_parameter() -> None:
 
 
 @on_ranks(4)
-def test_zero_sends_states_over_another_dim() -> None:
+def test_zero_consolidates_states_over_a_second_mesh_dim() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     layer = tnn.ColumnParallelLinear(4, 6, mesh["tp"])
     group = mesh["dp"].get_group()
@@ -164,8 +164,9 @@ def test_zero_sends_states_over_another_dim() -> None:
 
 
 @on_ranks(2)
-def test_wrappers_that_take_shards_for_copies_are_refused() -> list[str]:
-    """Data parallelism over the ranks of the tensor-parallel group, by itself or in a module."""
+def test_wrappers_that_treat_shards_as_replicas_are_refused() -> list[str]:
+    """Apply data parallelism over the tensor-parallel group, to a model or to a module around the
+    model. The wrappers are refused, and parameters stay unchanged."""
     _, model = _pair()
     before = [p.detach().clone() for p in model.parameters()]
     zero = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=1.0)
@@ -176,7 +177,7 @@ def test_wrappers_that_take_shards_for_copies_are_refused() -> list[str]:
     def adapt() -> None:
         tuner.model = model
 
-    failures = unlike(
+    failures = find_unexpected_messages(
         {
             "ValueError: DistributedDataParallel would treat the parameters of ranks [0, 1] as": (
                 lambda: DistributedDataParallel(model)
@@ -194,9 +195,9 @@ def test_wrappers_that_take_shards_for_copies_are_refused() -> list[str]:
 
 
 @on_ranks(4)
-def test_data_parallelism_on_another_dim() -> list[str]:
-    """DDP and FSDP2 over pairs of ranks with other batches: the gradients are averaged, and norms
-    are those of the unsharded model with both batches."""
+def test_data_parallelism_over_a_second_mesh_dim() -> list[str]:
+    """Run DDP and FSDP2 over pairs of ranks with different batches. Gradients are averaged, and
+    norms match the unsharded model on both batches."""
     failures = []
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     replica = mesh.get_local_rank("dp")
@@ -204,7 +205,7 @@ def test_data_parallelism_on_another_dim() -> list[str]:
     for tokens in (6, 9):
         _backward(single, tokens, 0.5)
     grads = [p.grad for p in single.parameters()]
-    want, largest = get_total_norm(grads), get_total_norm(grads, torch.inf)
+    want, want_max = get_total_norm(grads), get_total_norm(grads, torch.inf)
     for kind in ("ddp", "fsdp2"):
         parallel = tpkernels.parallelize(copy.deepcopy(single), mesh["tp"])
         parallel.zero_grad()
@@ -214,16 +215,16 @@ def test_data_parallelism_on_another_dim() -> list[str]:
                 copy.deepcopy(parallel), device_mesh=mesh["dp"], gradient_as_bucket_view=True
             )
             refused = {"gradient_as_bucket_view=True replaces": partial(_backward, views)}
-            failures += unlike(refused)
+            failures += find_unexpected_messages(refused)
         else:
             for layer in parallel.model.layers:
                 fully_shard(layer, mesh=mesh["dp"])
             wrapped = fully_shard(parallel, mesh=mesh["dp"])
         _backward(wrapped, (6, 9)[replica])
         got = get_total_norm([p.grad for p in wrapped.parameters()], torch.inf)
-        assert abs(got - largest) <= 1e-5 * largest, (kind, got, largest)
-        ours = tnn.clip_grad_norm_(wrapped, 1e9)
-        for got in (ours, clip_grad_norm_(wrapped.parameters(), 0.5)):
+        assert abs(got - want_max) <= 1e-5 * want_max, (kind, got, want_max)
+        returned_norm = tnn.clip_grad_norm_(wrapped, 1e9)
+        for got in (returned_norm, clip_grad_norm_(wrapped.parameters(), 0.5)):
             assert abs(got - want) <= 1e-5 * want, (kind, got, want)
         clipped = tnn.clip_grad_norm_(wrapped, 1e9)
         assert abs(clipped - 0.5) <= 1e-5, f"{kind}: the norm is {clipped} after clipping to 0.5"
@@ -231,9 +232,10 @@ def test_data_parallelism_on_another_dim() -> list[str]:
 
 
 @on_ranks(4)
-def test_fsdp2_leaves_parameters_shards_of_the_model() -> list[str]:
-    """Four ranks share three key-value heads, whose gradients are sums over ranks; a step is
-    skipped on all ranks; what computes with whole weights, or saves them, is refused."""
+def test_fsdp2_keeps_tensor_parallel_shards() -> list[str]:
+    """Four ranks share three key-value heads, so their gradients are summed over ranks. Gradients
+    match the unsharded model, and a step with infinities is skipped on all ranks. Tools that
+    compute with full weights or save them are refused."""
     mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
     single, parallel = _pair(mesh["tp"])
     for layer in parallel.model.layers:
@@ -242,9 +244,9 @@ def test_fsdp2_leaves_parameters_shards_of_the_model() -> list[str]:
     for model in (single, parallel):
         _backward(model, 5)
         _backward(model)
-    wants = dict(single.named_parameters())
+    references = dict(single.named_parameters())
     for name, parameter in parallel.named_parameters():
-        want = shard(parallel, name, wants[name].grad)
+        want = shard(parallel, name, references[name].grad)
         assert torch.allclose(parameter.grad.full_tensor(), want, 1e-4, 1e-6), name
     optimizer = torch.optim.Adam(parallel.parameters())
     muon = torch.optim.Muon([parallel.model.layers[0].mlp.up_proj.weight])
@@ -256,13 +258,13 @@ def test_fsdp2_leaves_parameters_shards_of_the_model() -> list[str]:
     scaler.update()
     assert scaler.get_scale() == 1.0
     optimizer.step()
-    group, other = mesh["dp"].get_group(), _pair(mesh["tp"])[1]
-    return unlike(
+    group, second_model = mesh["dp"].get_group(), _pair(mesh["tp"])[1]
+    return find_unexpected_messages(
         {
             "exp_avg of Adam is a DTensor: after the first step, the state": optimizer.state_dict,
             "Muon needs the full weights": muon.step,
             "FullyShardedDataParallel flattens the parameters": lambda: FullyShardedDataParallel(
-                other, process_group=group, device_id=torch.device("cpu")
+                second_model, process_group=group, device_id=torch.device("cpu")
             ),
         }
     )
@@ -292,14 +294,14 @@ def _resume(folder: str) -> list[str]:
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    # The state of the unsharded optimizer, and a copy of the state, load as well, before any step.
-    again = copy.deepcopy(model)
-    unsharded = torch.optim.AdamW(again.parameters(), lr=0.01)
+    # Before any step, the state of the unsharded optimizer and a copy of the state also load.
+    from_unsharded = copy.deepcopy(model)
+    unsharded = torch.optim.AdamW(from_unsharded.parameters(), lr=0.01)
     unsharded.load_state_dict(copy.deepcopy(reference.state_dict()))
-    also = copy.deepcopy(model)
-    copied = torch.optim.AdamW(also.parameters(), lr=0.01)
+    from_copy = copy.deepcopy(model)
+    copied = torch.optim.AdamW(from_copy.parameters(), lr=0.01)
     copied.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    failures = unlike(
+    failures = find_unexpected_messages(
         {
             "a ShardTensor is one rank's shard and cannot be pickled": lambda: torch.save(
                 optimizer.state_dict(), f"{folder}/{dist.get_rank()}.pt"
@@ -308,14 +310,14 @@ def _resume(folder: str) -> list[str]:
     )
     _train(single, reference, 1)
     want = single.state_dict()
-    for parallel, adam in ((model, optimizer), (again, unsharded), (also, copied)):
+    for parallel, adam in ((model, optimizer), (from_unsharded, unsharded), (from_copy, copied)):
         _train(parallel, adam, 1)
         got = tnn.full_state_dict(parallel)
         failures += [key for key in want if not torch.allclose(got[key], want[key], atol=1e-4)]
     return failures
 
 
-def test_states_of_optimizers_are_the_unsharded_models(ranks: RanksFixture, tmp_path: Path) -> None:
-    """Saved by 2 ranks and resumed by 3, as if the model had not been sharded."""
+def test_optimizer_states_match_the_unsharded_model(ranks: RanksFixture, tmp_path: Path) -> None:
+    """Save on 2 ranks and resume on 3. Training continues like training of the unsharded model."""
     ranks(2).run(_save, str(tmp_path))
     check_job(ranks(3), _resume, str(tmp_path))

@@ -1,4 +1,4 @@
-"""``all_to_all`` on real ranks: the very bits, between any two dims."""
+"""``all_to_all`` on real ranks: bitwise exact results between any two dims."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import tpkernels
 from tests.support.cases import DTYPES, QUICK_WORLDS, RanksFixture, uneven_splits
 from tests.support.ranked import (
     SMALLEST_WORKSPACE,
+    collect_messages,
     fresh_group,
-    messages_of,
     on_ranks,
     report_cases,
 )
@@ -28,7 +28,7 @@ ALGORITHMS = ("auto", "unfused", "ring", "direct")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """An all-to-all of a whole tensor of this shape. Sizes that are None are even."""
+    """An all-to-all of a full tensor of this shape. Sizes that are None are even."""
 
     shape: tuple[int, ...]
     dims: tuple[int, int] = (0, 1)  # gathered, scattered
@@ -39,30 +39,30 @@ class Case:
 
 
 def failure(case: Case, group: dist.ProcessGroup) -> str | None:
-    """What is wrong with the result or with the gradient, which is that of a sum over the ranks."""
+    """Describe a wrong result or gradient, or return None. The loss is a sum over the ranks."""
     rank, world, (gather, scatter) = group.rank(), group.size(), case.dims
     generator = torch.Generator().manual_seed(sum(case.shape))
-    whole, grad = (torch.randn(case.shape, generator=generator).to(case.dtype) for _ in range(2))
+    full, grad = (torch.randn(case.shape, generator=generator).to(case.dtype) for _ in range(2))
 
-    def shard(of: torch.Tensor, which: int) -> torch.Tensor:
-        dim, sizes = case.dims[which], case.sizes[which]
-        return of.split(list(sizes or shard_sizes(of.shape[dim], world)), dim)[rank]
+    def shard(tensor: torch.Tensor, index: int) -> torch.Tensor:
+        dim, sizes = case.dims[index], case.sizes[index]
+        return tensor.split(list(sizes or shard_sizes(tensor.shape[dim], world)), dim)[rank]
 
-    x = shard(whole, 0)
+    x = shard(full, 0)
     x = x.transpose(0, -1).contiguous().transpose(0, -1) if case.strided else x.contiguous()
 
     options = {"gather_sizes": case.sizes[0], "scatter_sizes": case.sizes[1]}
 
-    def exchanged(x: torch.Tensor) -> torch.Tensor:
+    def exchange(x: torch.Tensor) -> torch.Tensor:
         op = tpkernels.all_to_all
         return op(x, group, gather, scatter, **options, algorithm=case.algorithm)
 
-    y = exchanged(x.requires_grad_())
+    y = exchange(x.requires_grad_())
     (grad_x,) = torch.autograd.grad(y, x, shard(grad, 1))
-    if not torch.equal(exchanged(x.detach()), y):  # a planned call
+    if not torch.equal(exchange(x.detach()), y):  # cached plan
         return f"{case} on rank {rank}: another result the second time"
-    if not (torch.equal(y, shard(whole, 1)) and y.is_contiguous()):
-        return f"{case} on rank {rank}: has {y.tolist()}, not {shard(whole, 1).tolist()}"
+    if not (torch.equal(y, shard(full, 1)) and y.is_contiguous()):
+        return f"{case} on rank {rank}: has {y.tolist()}, not {shard(full, 1).tolist()}"
     return None if torch.equal(grad_x, shard(grad, 0)) else f"{case} on rank {rank}: gradient"
 
 
@@ -74,32 +74,38 @@ def test_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int) -> None
 
 @on_ranks(3)
 def test_integers_of_any_bits() -> None:
-    """all_gather and all_to_all move integers, also those that are NaNs as floats."""
+    """all_gather and all_to_all move integers exactly, even if their bits are NaNs as floats."""
     with fresh_group() as group:
-        for dtype, size, way in itertools.product((torch.int64, torch.int32), (12, 13), ALGORITHMS):
+        for dtype, size, algorithm in itertools.product(
+            (torch.int64, torch.int32), (12, 13), ALGORITHMS
+        ):
             sizes, bits = shard_sizes(size, 3), torch.iinfo(dtype)
             generator = torch.Generator().manual_seed(size)
             limits = bits.min, bits.max
-            whole = torch.randint(*limits, (size, size), dtype=dtype, generator=generator)
-            x = whole.split(sizes)[group.rank()]
+            full = torch.randint(*limits, (size, size), dtype=dtype, generator=generator)
+            x = full.split(sizes)[group.rank()]
             both = {"gather_sizes": sizes, "scatter_sizes": sizes}
-            for _ in range(2):  # then a planned call
-                gathered = tpkernels.all_gather(x, group, shard_sizes=sizes, algorithm=way)
-                assert torch.equal(gathered, whole), (dtype, size, way)
-                columns = tpkernels.all_to_all(x, group, **both, algorithm=way)
-                assert torch.equal(columns, whole.split(sizes, 1)[group.rank()]), (dtype, size, way)
+            for _ in range(2):  # the second call has a cached plan
+                gathered = tpkernels.all_gather(x, group, shard_sizes=sizes, algorithm=algorithm)
+                assert torch.equal(gathered, full), (dtype, size, algorithm)
+                columns = tpkernels.all_to_all(x, group, **both, algorithm=algorithm)
+                assert torch.equal(columns, full.split(sizes, 1)[group.rank()]), (
+                    dtype,
+                    size,
+                    algorithm,
+                )
 
 
-def of_any_dims() -> Iterator[Case]:
+def any_dims_cases() -> Iterator[Case]:
     for shape in [(12, 24), (12, 3, 24), (12, 24, 5), (2, 12, 24), (2, 12, 3, 24, 5), (12, 24, 1)]:
-        split = [dim for dim, size in enumerate(shape) if size % 12 == 0]
-        yield from (Case(shape=shape, dims=(a, b)) for a, b in itertools.permutations(split, 2))
+        dims = [dim for dim, size in enumerate(shape) if size % 12 == 0]
+        yield from (Case(shape=shape, dims=(a, b)) for a, b in itertools.permutations(dims, 2))
 
 
 @pytest.mark.parametrize("algorithm", ["direct", *map(thorough, ["ring", "unfused"])])
 def test_any_two_dims(ranks: RanksFixture, world: int, algorithm: str) -> None:
-    pairs = itertools.product(of_any_dims(), (False, True))
-    cases = [replace(case, algorithm=algorithm, strided=each) for case, each in pairs]
+    pairs = itertools.product(any_dims_cases(), (False, True))
+    cases = [replace(case, algorithm=algorithm, strided=strided) for case, strided in pairs]
     report_cases(ranks(world), failure, cases)
 
 
@@ -113,20 +119,22 @@ def test_uneven_shards(ranks: RanksFixture, world: int) -> None:
     report_cases(ranks(world), failure, cases)
 
 
-def test_nothing_to_exchange(ranks: RanksFixture, world: int) -> None:
+def test_empty_shards(ranks: RanksFixture, world: int) -> None:
     shapes = [(0, world), (world, 0), (world, 0, world), (0, 0)]
-    every = itertools.product(shapes, ALGORITHMS)
-    cases = [Case(shape=s, dims=(0, len(s) - 1), algorithm=way) for s, way in every]
+    combinations = itertools.product(shapes, ALGORITHMS)
+    cases = [
+        Case(shape=s, dims=(0, len(s) - 1), algorithm=algorithm) for s, algorithm in combinations
+    ]
     report_cases(ranks(world), failure, cases)
 
 
 @pytest.mark.thorough
 def test_chunks_through_a_small_workspace(ranks: RanksFixture, world: int) -> None:
-    """Pieces of several chunks (csrc/host/collectives.cpp), and a result that is streamed."""
+    """Exchange shards of several chunks (csrc/host/collectives.cpp), then stream a large result."""
     for rows, columns in itertools.product(uneven_splits(301, world), uneven_splits(700, world)):
-        there = Case(shape=(301, 700), sizes=(rows, columns))
-        back = replace(there, dims=(1, 0), sizes=(columns, rows))
-        report_cases(ranks(world), failure, [there, back], workspace_bytes=SMALLEST_WORKSPACE)
+        forward = Case(shape=(301, 700), sizes=(rows, columns))
+        backward = replace(forward, dims=(1, 0), sizes=(columns, rows))
+        report_cases(ranks(world), failure, [forward, backward], workspace_bytes=SMALLEST_WORKSPACE)
     report_cases(ranks(world), failure, [Case(shape=(1200, 3600))])
 
 
@@ -135,8 +143,8 @@ def test_without_shared_memory(ranks: RanksFixture, world: int) -> None:
     uneven = [list(uneven_splits(size, world))[-1] for size in (24, 36)]
     sizes = [(None, None), (shard_sizes(24, world), uneven[1]), (uneven[0], None)]
     cases = [
-        Case(shape=(24, 5, 36), dims=(0, 2), sizes=each, algorithm=name)
-        for each in sizes
+        Case(shape=(24, 5, 36), dims=(0, 2), sizes=pair, algorithm=name)
+        for pair in sizes
         for name in ("auto", "unfused", "ring")
     ]
     report_cases(ranks(world), failure, cases, hosts=True)
@@ -161,7 +169,7 @@ REFUSED = [
 def test_refusals_and_ranks_that_differ() -> None:
     op, x = tpkernels.all_to_all, torch.ones(2, 6)
     with fresh_group() as group:
-        refused = messages_of(
+        refused = collect_messages(
             [
                 lambda: op(x, group, 1, 1),
                 lambda: op(x, group, 0, 2),
@@ -175,7 +183,7 @@ def test_refusals_and_ranks_that_differ() -> None:
             ]
         )
         sizes = [(2, 4), (4, 2)][dist.get_rank()]
-        messages = [*refused, *messages_of([lambda: op(x, group, scatter_sizes=sizes)])]
+        messages = [*refused, *collect_messages([lambda: op(x, group, scatter_sizes=sizes)])]
         for message, pattern in zip(messages, REFUSED, strict=True):
             assert re.match(pattern, message), message
 

@@ -1,4 +1,4 @@
-"""``tpkernels.autotune``: problems are timed on the spot, on all ranks together."""
+"""``tpkernels.autotune``: problems are autotuned at their first call, on all ranks together."""
 
 from __future__ import annotations
 
@@ -26,10 +26,18 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import emulated, faults
 from tests.support.cases import RanksFixture
-from tests.support.cuda_rehearsal import ALL_QUALIFIED, SharedMemory, pretending
-from tests.support.ranked import apart, fresh_group, on_ranks
+from tests.support.cuda_rehearsal import ALL_QUALIFIED, SharedMemory, cuda_code_path
+from tests.support.ranked import fresh_group, on_ranks, separate_hosts
 from tests.support.tiers import covering
-from tests.support.tuned import ROWS, WAYS, WORLD, call, own, plan_of, watched
+from tests.support.tuned import (
+    CANDIDATES,
+    ROWS,
+    WORLD,
+    call,
+    get_group,
+    last_plan,
+    watch_algorithms,
+)
 from tpkernels.algorithms.backends import TABLES
 from tpkernels.errors import CollectiveTimeoutError, WorkspaceMemoryError
 from tpkernels.groups.group import Group
@@ -45,70 +53,70 @@ OP = "matmul_all_reduce"
 PLAIN_OPS = [op for op, spec in OPS.items() if spec.gathers or spec.reduces if not spec.scaled]
 CASES = [
     (op, fast, fast == "ring")
-    for op, fast in itertools.product(PLAIN_OPS, WAYS)
+    for op, fast in itertools.product(PLAIN_OPS, CANDIDATES)
     if fast != "pipelined" or "matmul" in op
 ]
 
 
 @pytest.mark.parametrize(("op", "fast", "always"), covering(CASES))
 @on_ranks(WORLD)
-def test_the_fastest_is_known_after_one_call(op: str, fast: str, always: bool) -> None:
-    slow = {name: 0.01 if name == fast else 0.02 for name in WAYS}
-    with fresh_group(autotune=always or None) as group, watched(slow) as made:
+def test_the_fastest_is_selected_after_one_call(op: str, fast: str, always: bool) -> None:
+    slow = {name: 0.01 if name == fast else 0.02 for name in CANDIDATES}
+    with fresh_group(autotune=always or None) as group, watch_algorithms(slow) as runs:
         expected = call(op, group, algorithm="unfused")
-        made.clear()
+        runs.clear()
         with contextlib.nullcontext() if always else tpkernels.autotune(group):
             results = [call(op, group)]
         results.append(call(op, group))
-        tried = Counter(made)
-        made.clear()
+        trials = Counter(runs)
+        runs.clear()
         results.append(call(op, group))
-        plan = plan_of(group)
+        plan = last_plan(group)
     assert all(torch.equal(result, expected) for result in results), "other bits"
     needed = {"unfused", "direct", "ring"} | ({"pipelined"} if "matmul" in op else set())
-    assert set(tried) == needed and min(tried.values()) >= 4, f"tried {tried}"
+    assert set(trials) == needed and min(trials.values()) >= 4, f"tried {trials}"
     assert plan.algorithm == fast and plan.reason.startswith("tuned: "), (
         f"{plan.algorithm}: {plan.reason}"
     )
-    # What `direct` does in the extension does not pass through the table.
-    assert made in ({}, {fast: 1}), f"afterwards {made}"
+    # `direct` may run in the extension, which bypasses the table.
+    assert runs in ({}, {fast: 1}), f"afterwards {runs}"
 
 
 @on_ranks(WORLD)
 def test_the_slowest_rank_decides() -> None:
-    """`direct` is fast on all ranks but one."""
-    seconds = dict.fromkeys(WAYS, 0.02) | {"direct": 0.06 if dist.get_rank() == 1 else 0.01}
-    with fresh_group() as group, watched(seconds), tpkernels.autotune(group):
+    """`direct` is slow on rank 1 and fast on its peers."""
+    seconds = dict.fromkeys(CANDIDATES, 0.02) | {"direct": 0.06 if dist.get_rank() == 1 else 0.01}
+    with fresh_group() as group, watch_algorithms(seconds), tpkernels.autotune(group):
         call(OP, group)
-        (measured,) = own(group).measured.tables["cpu"].measurements
-        found = [plan_of(group).algorithm, *sorted(measured.ms.items())]
-        everyone: list[Any] = [None] * WORLD
-        dist.all_gather_object(everyone, found)
-    alike = everyone == [found] * WORLD and measured.ms["direct"] > measured.ms["unfused"]
-    assert alike and found[0] != "direct", everyone
+        (measured,) = get_group(group).measured.tables["cpu"].measurements
+        outcome = [last_plan(group).algorithm, *sorted(measured.ms.items())]
+        outcomes: list[Any] = [None] * WORLD
+        dist.all_gather_object(outcomes, outcome)
+    agreed = outcomes == [outcome] * WORLD and measured.ms["direct"] > measured.ms["unfused"]
+    assert agreed and outcome[0] != "direct", outcomes
 
 
 @on_ranks(WORLD)
 def test_kinds_of_ops() -> list[str]:
-    """Scaled products are not split, and are tuned all the same. An even all-to-all is tuned, one
-    that is not split evenly is not. What an op overwrites is overwritten once."""
+    """Scaled matmuls cannot be split, but are tuned. An even all-to-all is tuned, an uneven
+    all-to-all is not. An op in place overwrites its input once."""
     failures, rank, one = [], dist.get_rank(), torch.ones([])
-    with fresh_group() as group, watched() as made, tpkernels.autotune(group):
+    with fresh_group() as group, watch_algorithms() as runs, tpkernels.autotune(group):
 
-        def expect(what: str, right: bool, *names: str) -> None:
-            if not right or set(made) != {*names}:
-                failures.append(f"{what}: {right}, {made}")
-            made.clear()
+        def expect(label: str, right: bool, *names: str) -> None:
+            if not right or set(runs) != {*names}:
+                failures.append(f"{label}: {right}, {runs}")
+            runs.clear()
 
         x, w = torch.ones(48, 32).to(torch.float8_e4m3fn), torch.ones(40, 32)
         w = w.to(torch.float8_e4m3fn).t()
         out = tpkernels.scaled_matmul_all_reduce(x, w, one, one, group)
         right = torch.equal(out, torch.full_like(out, 32 * WORLD))
         expect("scaled", right, "unfused", "direct")
-        columns = [2 + each for each in range(WORLD)]
+        columns = [2 + peer for peer in range(WORLD)]
         x = torch.full((4, sum(columns)), float(rank))
         tpkernels.all_to_all(x, group, scatter_sizes=columns)
-        expect("uneven", set(made.values()) == {1}, *made)
+        expect("uneven", set(runs.values()) == {1}, *runs)
         out = tpkernels.all_to_all(torch.full((4, 2 * WORLD), float(rank)), group)
         right = torch.equal(out[:, 0], torch.arange(float(WORLD)).repeat_interleave(4))
         expect("exchange", right, "unfused", "ring", "direct")
@@ -120,14 +128,15 @@ def test_kinds_of_ops() -> list[str]:
 
 
 @on_ranks(WORLD)
-def test_what_is_not_tuned() -> None:
-    """What is known, uneven, traced, asked for, or met outside the context."""
-    with fresh_group(autotune=False) as group, watched() as made:
+def test_calls_that_are_not_tuned() -> None:
+    """Run calls that must not be tuned: their problem is already tuned, uneven or traced, they name
+    an algorithm, or they are outside of the context."""
+    with fresh_group(autotune=False) as group, watch_algorithms() as runs:
 
-        def expect(what: str, run: Callable[[], object], most: int) -> None:
-            made.clear()
+        def expect(label: str, run: Callable[[], object], max_runs: int) -> None:
+            runs.clear()
             run()
-            assert sum(made.values()) <= most, f"{what}: {made}"
+            assert sum(runs.values()) <= max_runs, f"{label}: {runs}"
 
         tuned = functools.partial(tpkernels.autotune, group)
         with tuned():
@@ -144,45 +153,45 @@ def test_what_is_not_tuned() -> None:
         expect("outside", lambda: call("reduce_scatter", group), 1)
 
         def backend(graph: Any, example: Any) -> Any:
-            assert not sum(made.values()), f"traced: {made}"
+            assert not sum(runs.values()), f"traced: {runs}"
             return graph.forward
 
         run = torch.compile(lambda x: tpkernels.all_reduce(x + 1, group) * 2, backend=backend)
         expect("outside, compiled", lambda: run(torch.ones(64)), 1)
-        made.clear()
+        runs.clear()
         with tuned():
-            got = run(torch.ones(64))
-        assert sum(made.values()) >= 6 and torch.equal(got, torch.full((64,), 4.0 * WORLD)), made
+            result = run(torch.ones(64))
+        assert sum(runs.values()) >= 6 and torch.equal(result, torch.full((64,), 4.0 * WORLD)), runs
 
 
 @on_ranks(WORLD)
-def test_a_limit_on_time_and_none() -> None:
-    """Rounds of 0.2 s and more, and a limit of 0.8. All ranks go by rank 0's clock, which reports
-    what takes long."""
+def test_time_limits() -> None:
+    """Rounds last at least 0.2 s and the limit is 0.8 s. All ranks follow the clock of rank 0. Rank
+    0 reports long tuning."""
     clock = mock.Mock(perf_counter=lambda: (1 + dist.get_rank()) * time.perf_counter())
     with (
         fresh_group() as group,
-        watched(dict.fromkeys(WAYS, 0.05), sleep=True) as made,
+        watch_algorithms(dict.fromkeys(CANDIDATES, 0.05), sleep=True) as runs,
         mock.patch.object(tuner, "time", clock),
         mock.patch.object(tuner, "_REPORT_SECONDS", 0.1),
-        contextlib.redirect_stderr(io.StringIO()) as written,
+        contextlib.redirect_stderr(io.StringIO()) as stderr,
     ):
         began = time.monotonic()
         with tpkernels.autotune(group, limit=0.8):
             call(OP, group)
-        seconds, within = time.monotonic() - began, Counter(made)
-        other = {"unfused": 0.01, "direct": 0.02, "ring": 0.02}
-        with watched(other) as endless, tpkernels.autotune(group, limit=math.inf):
+        seconds, limited = time.monotonic() - began, Counter(runs)
+        delays = {"unfused": 0.01, "direct": 0.02, "ring": 0.02}
+        with watch_algorithms(delays) as endless, tpkernels.autotune(group, limit=math.inf):
             call("all_gather", group, rows=WORLD)
-    assert seconds < 4 and min(within.values()) >= 2 and sum(within.values()) <= 4 * 5
+    assert seconds < 4 and min(limited.values()) >= 2 and sum(limited.values()) <= 4 * 5
     assert endless["unfused"] > 3
-    lines, rank = written.getvalue().splitlines(), dist.get_rank()
-    where = r"tpkernels.autotune: matmul_all_reduce\(\[48, 40\].*\): \d s"
+    lines, rank = stderr.getvalue().splitlines(), dist.get_rank()
+    pattern = r"tpkernels.autotune: matmul_all_reduce\(\[48, 40\].*\): \d s"
     assert bool(lines) == (rank == 0)
-    assert rank or re.match(where, lines[0]), lines
+    assert rank or re.match(pattern, lines[0]), lines
     for limit in (0.0, -1.0, math.nan):
-        text = f"limit is {limit}; it must be a positive number of seconds"
-        with pytest.raises(ValueError, match=text), tpkernels.autotune(limit=limit):
+        message = f"limit is {limit}; it must be a positive number of seconds"
+        with pytest.raises(ValueError, match=message), tpkernels.autotune(limit=limit):
             pass
 
 
@@ -190,88 +199,97 @@ def saved_job(folder: str, blocked: str) -> tuple[bool, list[str]]:
     with mock.patch.dict(os.environ, XDG_CACHE_HOME=folder):
         with fresh_group() as group, tpkernels.autotune(group, save=True):
             call(OP, group)
-            kept = own(group).measured.tables["cpu"].measurements
+            tuned = get_group(group).measured.tables["cpu"].measurements
         with fresh_group() as group:
-            read = own(group).tuned("cpu").measurements
+            loaded = get_group(group).timing_table("cpu").measurements
     with (
         mock.patch.dict(os.environ, XDG_CACHE_HOME=blocked),
         fresh_group() as group,
         tpkernels.autotune(group, save=True),
-        warnings.catch_warnings(record=True) as given,
+        warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
         call(OP, group)
-    same = [(one.series, one.ms) for one in read] == [(one.series, one.ms) for one in kept]
-    return same and bool(kept), [str(each.message) for each in given]
+    same = [(m.series, m.ms) for m in loaded] == [(m.series, m.ms) for m in tuned]
+    return same and bool(tuned), [str(warning.message) for warning in caught]
 
 
 @pytest.mark.thorough
-def test_the_times_are_saved_if_asked_for(ranks: RanksFixture, tmp_path: Path) -> None:
+def test_times_are_saved_on_request(ranks: RanksFixture, tmp_path: Path) -> None:
     blocked = tmp_path / "blocked"
     blocked.mkdir()
     (blocked / "tpkernels").write_text("a file, not a folder")
-    told = ranks(WORLD).run(saved_job, str(tmp_path), str(blocked))
-    assert all(same for same, _ in told)
-    assert any("autotune could not save its times" in text for text in told[0][1])
-    assert not any("save" in text for _, texts in told[1:] for text in texts)
+    results = ranks(WORLD).run(saved_job, str(tmp_path), str(blocked))
+    assert all(same for same, _ in results)
+    assert any("autotune could not save its times" in message for message in results[0][1])
+    assert not any("save" in message for _, messages in results[1:] for message in messages)
 
 
 @on_ranks(WORLD)
-def test_ranks_that_share_no_memory() -> None:
-    """They have neither one clock nor a second workspace."""
+def test_ranks_without_shared_memory() -> None:
+    """Such ranks have neither a common clock nor a second workspace."""
     slow = {"unfused": 0.02, "ring": 0.01}
-    with apart(), fresh_group() as group, watched(slow) as made, tpkernels.autotune(group):
+    with (
+        separate_hosts(),
+        fresh_group() as group,
+        watch_algorithms(slow) as runs,
+        tpkernels.autotune(group),
+    ):
         right = torch.equal(call(OP, group, algorithm="unfused"), call(OP, group))
-        plan = plan_of(group)
-    assert right and set(made) == {"unfused", "ring"}, made
+        plan = last_plan(group)
+    assert right and set(runs) == {"unfused", "ring"}, runs
     assert plan.algorithm == "ring", plan.reason
 
 
 @pytest.mark.parametrize("shared", [True, False])
 @on_ranks(WORLD)
-def test_ranks_with_different_problems_find_out_at_once(shared: bool) -> None:
-    with contextlib.nullcontext() if shared else apart():
+def test_different_problems_are_detected_promptly(shared: bool) -> None:
+    with contextlib.nullcontext() if shared else separate_hosts():
         group = faults.new_group()
         with tpkernels.autotune(group):
             rows = ROWS + WORLD * dist.get_rank()
-            found = faults.report_of(lambda: call(OP, group, rows), group, [])
-    assert found.first.error == "CollectiveMismatchError", found
-    assert found.first.seconds < faults.PROMPT, found
+            report = faults.record_report(lambda: call(OP, group, rows), group, [])
+    assert report.first.error == "CollectiveMismatchError", report
+    assert report.first.seconds < faults.PROMPT, report
 
 
 @emulated.on_ranks(2)
-def test_nothing_is_tuned_in_a_capture() -> None:
-    """CPU tensors on the way of CUDA tensors. What is met in a capture is tuned after it."""
-    with pretending() as patch:
+def test_no_tuning_in_a_capture() -> None:
+    """CPU tensors run the code path of CUDA tensors. A problem that is first called in a capture is
+    tuned after it."""
+    with cuda_code_path() as patch:
         patch.setattr(Group, "uses_gloo", lambda *_: False)
         group = faults.new_group()
-        own(group).measured.tables["cuda"] = Table()
+        get_group(group).measured.tables["cuda"] = Table()
         x = torch.full((8, 4), float(dist.get_rank() + 1))
         with tpkernels.autotune(group):
             for captured in (True, False):
                 patch.setattr(streams, "is_captured", lambda _, captured=captured: captured)
-                got = tpkernels.all_gather(x, group)
-                measured = own(group).measured.tables["cuda"].measurements
-                assert bool(measured) != captured and got[:, 0].tolist() == [1.0] * 8 + [2.0] * 8, (
-                    f"captured {captured}: {measured}"
-                )
+                result = tpkernels.all_gather(x, group)
+                measured = get_group(group).measured.tables["cuda"].measurements
+                assert (
+                    bool(measured) != captured and result[:, 0].tolist() == [1.0] * 8 + [2.0] * 8
+                ), f"captured {captured}: {measured}"
             tpkernels.all_gather(x, group)
-            assert plan_of(group).reason.startswith("tuned: "), plan_of(group).reason
+            assert last_plan(group).reason.startswith("tuned: "), last_plan(group).reason
 
 
 @pytest.mark.parametrize("fault", ["", "no capture", "no memory"])
 @emulated.on_ranks(2)
-def test_captures_go_by_times_of_graphs(fault: str) -> None:
-    """Eager calls and those in graphs have tables of their own; without being asked, where
-    algorithms are qualified. Nothing of the second group is kept for graphs, which are gone.
-    ``fault``: `unfused` cannot be captured, or `direct` has no memory when it is called."""
-    made: list[str] = []
-    kept: list[object] = []
+def test_captures_use_times_of_graphs(fault: str) -> None:
+    """Eager calls and captured calls have separate timing tables. Qualified algorithms are tuned
+    even without a call of `autotune`.
 
-    def graph_of(run: Callable[[], object]) -> Callable[[], object]:
-        made.clear()
+    The graphs of the tuner are destroyed, so the second group keeps no memory for them. ``fault``:
+    `unfused` cannot be captured, or `direct` runs out of memory in a call.
+    """
+    runs: list[str] = []
+    leaked: list[object] = []
+
+    def capture_graph(run: Callable[[], object]) -> Callable[[], object]:
+        runs.clear()
         run()
-        if fault == "no capture" and made == ["unfused"]:
+        if fault == "no capture" and runs == ["unfused"]:
             raise RuntimeError("operation not permitted when stream is capturing")
         patch.setattr(streams, "is_captured", lambda _: True)
         run()
@@ -284,45 +302,49 @@ def test_captures_go_by_times_of_graphs(fault: str) -> None:
             self._replays[name]()
         return 0.0, 1.0 if (name == "direct") == captured else 2.0
 
-    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def count_runs(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(call: Any, *args: Any) -> Any:
-            if (fault, name) == ("no memory", "direct") and call.group is own(group):
+            if (fault, name) == ("no memory", "direct") and call.group is get_group(group):
                 raise WorkspaceMemoryError("no memory for a larger workspace")
-            made.append(name)
+            runs.append(name)
             return function(call, *args)
 
         return run
 
-    wrapped = {key: counted(key[1], function) for key, function in TABLES["cuda"].items()}
-    taken = {}
-    with pretending() as patch, warnings.catch_warnings():
+    wrapped = {key: count_runs(key[1], function) for key, function in TABLES["cuda"].items()}
+    selected = {}
+    with cuda_code_path() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setattr(Group, "uses_gloo", lambda *_: False)
-        patch.setattr(tuner, "_takes_graphs", lambda _: True)
-        patch.setattr(tuner, "graph_of", graph_of)
-        patch.setattr(tuner._Tuner, "_timed", timed)
+        patch.setattr(tuner, "_uses_graphs", lambda _: True)
+        patch.setattr(tuner, "capture_graph", capture_graph)
+        patch.setattr(tuner._Tuner, "_time_run", timed)
         patch.setattr("tpkernels.algorithms.backends.TABLES", {**TABLES, "cuda": wrapped})
         group = faults.new_group()
-        own(group).measured.tables["cuda"] = Table()
-        own(group)._qualification["cuda"] = ALL_QUALIFIED
-        patch.setattr(CudaWorkspace, "_keep", lambda workspace: kept.append(workspace.device))
+        get_group(group).measured.tables["cuda"] = Table()
+        get_group(group)._qualification["cuda"] = ALL_QUALIFIED
+        patch.setattr(CudaWorkspace, "_leak", lambda workspace: leaked.append(workspace.device))
         x = torch.full((8, 4), float(dist.get_rank() + 1))
         tpkernels.all_gather(x, group)
         for captured in (False, True, False):
-            made.clear()
+            runs.clear()
             patch.setattr(streams, "is_captured", lambda _, captured=captured: captured)
-            got = tpkernels.all_gather(x, group)
-            assert got[:, 0].tolist() == [1.0] * 8 + [2.0] * 8
-            taken[captured] = list(made)
+            result = tpkernels.all_gather(x, group)
+            assert result[:, 0].tolist() == [1.0] * 8 + [2.0] * 8
+            selected[captured] = list(runs)
         patch.setattr(streams, "is_captured", lambda _: False)
-        series = [one.series.options for one in own(group).measured.tables["cuda"].measurements]
+        series = [m.series.options for m in get_group(group).measured.tables["cuda"].measurements]
     expected = {False: ["unfused"], True: ["unfused" if fault else "direct"]}
-    known = [(), ("captured",)][: 1 if fault == "no capture" else 2]
-    assert taken == expected and series == known and not kept, (taken, series, kept)
+    expected_series = [(), ("captured",)][: 1 if fault == "no capture" else 2]
+    assert selected == expected and series == expected_series and not leaked, (
+        selected,
+        series,
+        leaked,
+    )
 
 
 class LittleMemory(SharedMemory):
-    """Rank 1 has memory for a few workspaces of a page or two, as on a GPU that is nearly full."""
+    """A nearly full GPU: rank 1 can allocate only small workspaces."""
 
     @staticmethod
     def empty(nbytes: int, **options: Any) -> torch.Tensor:
@@ -332,51 +354,57 @@ class LittleMemory(SharedMemory):
 
 
 @emulated.on_ranks(2)
-def test_a_workspace_without_memory_is_left_out() -> None:
-    """A call on GPUs whose workspace cannot grow: named, measured to be fastest, and tuned."""
-    with pretending(LittleMemory) as patch, warnings.catch_warnings(record=True) as warned:
+def test_an_algorithm_without_workspace_memory_is_skipped() -> None:
+    """The workspace of `direct` cannot grow on a GPU. The call names `direct`, the tuner tries it,
+    or the table lists it as the fastest."""
+    with cuda_code_path(LittleMemory) as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         patch.setattr(Group, "uses_gloo", lambda *_: False)
         group = faults.new_group()
         few, many = (torch.full((n, 4), float(dist.get_rank() + 1)) for n in (8, 8 << 10))
 
         def gather(x: torch.Tensor, algorithm: str = "auto") -> None:
-            got = tpkernels.all_gather(x, group, algorithm=algorithm)
-            assert got[:: len(x), 0].tolist() == [1.0, 2.0], f"{algorithm}, {len(x)} rows"
+            result = tpkernels.all_gather(x, group, algorithm=algorithm)
+            assert result[:: len(x), 0].tolist() == [1.0, 2.0], f"{algorithm}, {len(x)} rows"
 
-        def left_out(how: str) -> None:
-            found = list(own(group).measured.failures.values())
-            assert len(found) == 1 and "CUDA out of memory" in found[0].get("direct", ""), how
-            own(group).measured.failures.clear()
+        def require_failure(label: str) -> None:
+            failures = list(get_group(group).measured.failures.values())
+            assert len(failures) == 1 and "CUDA out of memory" in failures[0].get("direct", ""), (
+                label
+            )
+            get_group(group).measured.failures.clear()
 
-        own(group).measured.tables["cuda"] = Table()
+        get_group(group).measured.tables["cuda"] = Table()
         gather(few, "direct")
         for _ in range(2):
-            ending = faults.ending_of(lambda: gather(many, "direct"))
+            ending = faults.record_ending(lambda: gather(many, "direct"))
             assert (
-                ending.error == "WorkspaceMemoryError" and "rank 1 cannot allocate" in ending.text
+                ending.error == "WorkspaceMemoryError"
+                and "rank 1 cannot allocate" in ending.message
             ), f"named: {ending}"
         gather(few, "direct")
         with tpkernels.autotune(group):
             gather(many)
-        [tuned] = own(group).measured.tables["cuda"].measurements
+        [tuned] = get_group(group).measured.tables["cuda"].measurements
         assert "direct" not in tuned.ms, f"tuned: {tuned}"
-        left_out("tuned")
+        require_failure("tuned")
         ms = {"unfused": 2.0, "direct": 1.0}
-        own(group).use_times("cuda", Table((replace(tuned, ms=ms),)))
-        gather(many)  # by `direct` first
+        get_group(group).use_times("cuda", Table((replace(tuned, ms=ms),)))
+        gather(many)  # tries `direct` first
         gather(many)
-        assert (plan := plan_of(group)).algorithm == "unfused", f"again: {plan}"
-        left_out("measured")
+        assert (plan := last_plan(group)).algorithm == "unfused", f"again: {plan}"
+        require_failure("measured")
         gather(few, "direct")
-    told = ["'direct' cannot allocate its workspace" in str(warning.message) for warning in warned]
-    assert sum(told) == (2 if dist.get_rank() == 0 else 0), told
+    is_reported = [
+        "'direct' cannot allocate its workspace" in str(warning.message) for warning in caught
+    ]
+    assert sum(is_reported) == (2 if dist.get_rank() == 0 else 0), is_reported
 
 
 @pytest.mark.thorough
 @on_ranks(WORLD)
-def test_tuned_problems_leave_nothing() -> None:
-    """Descriptors, mappings and keys of the store that more tuned problems leave."""
+def test_tuned_problems_leak_no_resources() -> None:
+    """Further tuned problems leave no descriptors, mappings or keys in the store."""
     store = dist.distributed_c10d._get_default_store()
 
     def count() -> tuple[int, int, int]:
@@ -384,16 +412,16 @@ def test_tuned_problems_leave_nothing() -> None:
         dist.barrier()
         descriptors = len(os.listdir("/proc/self/fd"))
         mappings = Path("/proc/self/maps").read_text().count("memfd")
-        found = descriptors, mappings, store.num_keys()
+        usage = descriptors, mappings, store.num_keys()
         dist.barrier()
-        return found
+        return usage
 
-    with fresh_group() as group, watched(), tpkernels.autotune(group, limit=0.1):
+    with fresh_group() as group, watch_algorithms(), tpkernels.autotune(group, limit=0.1):
         counts = []
         for power in range(6):
             tpkernels.all_reduce(torch.ones(100 << power), group)
             counts.append(count())
-        assert len(own(group).measured.tables["cpu"].measurements) == 6
+        assert len(get_group(group).measured.tables["cpu"].measurements) == 6
     descriptors, mappings, keys = (
         then - now for now, then in zip(counts[1], counts[-1], strict=True)
     )
@@ -403,26 +431,28 @@ def test_tuned_problems_leave_nothing() -> None:
 @pytest.mark.thorough
 @on_ranks(WORLD)
 def test_threads_make_the_same_first_call() -> list[str]:
-    """Two threads make the same first call; on one rank the second comes when it is tuned."""
-    with fresh_group() as group, watched(), tpkernels.autotune(group, limit=0.3):
+    """Two threads make the same first call. On rank 1, the second thread calls after tuning."""
+    with fresh_group() as group, watch_algorithms(), tpkernels.autotune(group, limit=0.3):
 
         def work(seconds: float) -> None:
             time.sleep(seconds)
             call("all_gather", group)
 
         late = 1.0 if dist.get_rank() == 1 else 0.0
-        results = faults.together(functools.partial(work, seconds) for seconds in (0.0, late))
+        results = faults.run_concurrently(
+            functools.partial(work, seconds) for seconds in (0.0, late)
+        )
     return [repr(result) for result in results if result is not None]
 
 
-# Algorithms that fail, no memory, and ranks that are lost.
+# Failing algorithms, lack of memory, and lost ranks.
 
 
 FAULTY = 1
 
 
 @pytest.mark.parametrize(
-    ("op", "way", "late"),
+    ("op", "failing", "late"),
     [
         ("all_gather_matmul", "direct", False),
         ("matmul_reduce_scatter", "pipelined", True),
@@ -431,78 +461,95 @@ FAULTY = 1
     ],
 )
 @on_ranks(WORLD)
-def test_what_fails_on_one_rank_is_left_out(op: str, way: str, late: bool) -> None:
-    """An algorithm fails on one rank, in its first run or in a later one. It is not taken for
-    nearly as many rows either."""
+def test_an_algorithm_that_fails_on_one_rank_is_skipped(op: str, failing: str, late: bool) -> None:
+    """The algorithm fails in its first run or in a later run. It is skipped for similar numbers of
+    rows as well."""
     runs = 0
 
     def fail(name: str) -> None:
         nonlocal runs
-        runs += name == way
-        if name == way and dist.get_rank() == FAULTY and runs > 3 * late:
+        runs += name == failing
+        if name == failing and dist.get_rank() == FAULTY and runs > 3 * late:
             raise MemoryError("no room for the test")
 
-    with fresh_group() as group, watched(before=fail) as made, tpkernels.autotune(group):
+    with fresh_group() as group, watch_algorithms(before=fail) as calls, tpkernels.autotune(group):
         expected = call(op, group, algorithm="ring")
-        with warnings.catch_warnings(record=True) as given:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             results = [call(op, group), call(op, group)]
-        (reason,) = own(group).measured.failures.values()
+        (reason,) = get_group(group).measured.failures.values()
         assert all(torch.equal(result, expected) for result in results), "other bits"
-        assert plan_of(group).algorithm != way, f"takes '{way}' all the same"
-        made.clear()
+        assert last_plan(group).algorithm != failing, f"takes '{failing}' all the same"
+        calls.clear()
         call(op, group)
         call(op, group, ROWS + WORLD)
-        assert not made[way] and max(made.values(), default=0) <= 2, f"tries again {made}"
-    texts = [str(each.message) for each in given]
-    why = f"algorithm '{way}' failed during tuning on rank {FAULTY}: MemoryError: no room"
-    assert list(reason) == [way] and f"algorithm '{way}' {reason[way]}" in f"{why} for the test", (
-        f"left out {reason}"
+        assert not calls[failing] and max(calls.values(), default=0) <= 2, f"tries again {calls}"
+    messages = [str(warning.message) for warning in caught]
+    expected_warning = (
+        f"algorithm '{failing}' failed during tuning on rank {FAULTY}: MemoryError: no room"
     )
-    assert any(why in text for text in texts) == (dist.get_rank() == 0), f"warnings {texts}"
+    assert (
+        list(reason) == [failing]
+        and f"algorithm '{failing}' {reason[failing]}" in f"{expected_warning} for the test"
+    ), f"left out {reason}"
+    assert any(expected_warning in message for message in messages) == (dist.get_rank() == 0), (
+        f"warnings {messages}"
+    )
 
 
 @on_ranks(WORLD)
-def test_only_one_is_left() -> None:
-    """One of two algorithms fails, so there is nothing to compare; the rule would take it."""
+def test_a_single_remaining_algorithm() -> None:
+    """One of two algorithms fails, so no times are compared. The default rule would select the
+    failed algorithm."""
 
     def fail(name: str) -> None:
         if name == "direct" and dist.get_rank() == FAULTY:
             raise ValueError("a test")
 
-    two = mock.patch.object(planned_calls, "candidates", lambda *_: ["unfused", "direct"])
-    with fresh_group() as group, watched(before=fail) as made, two, tpkernels.autotune(group):
+    two_candidates = mock.patch.object(
+        planned_calls, "candidates", lambda *_: ["unfused", "direct"]
+    )
+    with (
+        fresh_group() as group,
+        watch_algorithms(before=fail) as runs,
+        two_candidates,
+        tpkernels.autotune(group),
+    ):
         expected = call(OP, group, algorithm="unfused")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            got = call(OP, group)
-        made.clear()
-        again = call(OP, group, residual=torch.zeros_like(got))  # planned anew
-        right = made == {"unfused": 1} and torch.equal(got, expected) and torch.equal(again, got)
-        plan = plan_of(group)
-        assert right and plan.algorithm != "direct", f"{made}, {plan.reason}"
+            result = call(OP, group)
+        runs.clear()
+        second_result = call(OP, group, residual=torch.zeros_like(result))  # needs a new plan
+        right = (
+            runs == {"unfused": 1}
+            and torch.equal(result, expected)
+            and torch.equal(second_result, result)
+        )
+        plan = last_plan(group)
+        assert right and plan.algorithm != "direct", f"{runs}, {plan.reason}"
 
 
 @on_ranks(WORLD)
-def test_failures_beside_the_run() -> None:
-    """`pipelined` cannot be planned on one rank; a failure of `direct` shows after the call, as
-    that of a kernel on a GPU."""
+def test_failures_outside_the_run() -> None:
+    """`pipelined` fails in planning on one rank. `direct` fails after the call, like a kernel on a
+    GPU."""
     check, implementation = Group.check_kernels, planned_calls.implementation
-    for way in ("pipelined", "direct"):
+    for failing in ("pipelined", "direct"):
 
-        def checked(self: Group, text: str, way: str = way) -> None:
-            if f"[{way}" in text and way == "direct" and dist.get_rank() == FAULTY:
+        def checked(self: Group, message: str, failing: str = failing) -> None:
+            if f"[{failing}" in message and failing == "direct" and dist.get_rank() == FAULTY:
                 raise CollectiveTimeoutError("of a test")
-            check(self, text)
+            check(self, message)
 
-        def planned(problem: Any, plan: Any, way: str = way) -> Any:
-            if plan.algorithm == way == "pipelined" and dist.get_rank() == FAULTY:
+        def planned(problem: Any, plan: Any, failing: str = failing) -> Any:
+            if plan.algorithm == failing == "pipelined" and dist.get_rank() == FAULTY:
                 raise MemoryError("no room for the test")
             return implementation(problem, plan)
 
         with (
             fresh_group() as group,
-            watched(),
+            watch_algorithms(),
             tpkernels.autotune(group),
             mock.patch.object(planned_calls, "implementation", planned),
             mock.patch.object(Group, "check_kernels", checked),
@@ -510,12 +557,15 @@ def test_failures_beside_the_run() -> None:
         ):
             warnings.simplefilter("ignore")
             call(OP, group)
-            (left,) = own(group).measured.failures.values()
-            assert list(left) == [way] and plan_of(group).algorithm != way, (way, left)
+            (failure,) = get_group(group).measured.failures.values()
+            assert list(failure) == [failing] and last_plan(group).algorithm != failing, (
+                failing,
+                failure,
+            )
 
 
 @pytest.mark.parametrize(
-    ("way", "error"),
+    ("failing", "error"),
     [
         ("unfused", ValueError),
         ("ring", ValueError),
@@ -524,56 +574,56 @@ def test_failures_beside_the_run() -> None:
 )
 @on_ranks(WORLD)
 def test_a_failure_in_the_process_group_is_raised_on_all_ranks(
-    way: str, error: type[BaseException]
+    failing: str, error: type[BaseException]
 ) -> None:
-    """`unfused` goes through the process group, of which there is only one; ranks that share no
-    memory have only that."""
+    """`unfused` uses the process group, and the tuner has no second process group. Ranks without
+    shared memory use only the process group."""
 
     def fail(name: str) -> None:
-        if name == way and dist.get_rank() == FAULTY:
+        if name == failing and dist.get_rank() == FAULTY:
             raise error("a test")
 
-    with apart() if way == "ring" else contextlib.nullcontext():
-        group, other = faults.new_group(), faults.new_group()
-        with watched(before=fail), tpkernels.autotune(group):
-            found = faults.report_of(lambda: call(OP, group), group, [other])
+    with separate_hosts() if failing == "ring" else contextlib.nullcontext():
+        group, second_group = faults.new_group(), faults.new_group()
+        with watch_algorithms(before=fail), tpkernels.autotune(group):
+            report = faults.record_report(lambda: call(OP, group), group, [second_group])
     failed = dist.get_rank() == FAULTY
-    assert found.first.error == (error.__name__ if failed else "PeerLostError"), found
-    assert found.first.seconds < faults.PROMPT, found
-    assert found.again.error == "GroupBrokenError"
-    assert [each.error for each in found.others] == [""]
+    assert report.first.error == (error.__name__ if failed else "PeerLostError"), report
+    assert report.first.seconds < faults.PROMPT, report
+    assert report.next_call.error == "GroupBrokenError"
+    assert [ending.error for ending in report.other_groups] == [""]
 
 
-@pytest.mark.parametrize("what", ["second", "shares nothing", "scratch"])
+@pytest.mark.parametrize("lacking", ["second", "shares nothing", "scratch"])
 @on_ranks(WORLD)
-def test_without_memory_the_rule_decides(what: str) -> None:
-    """Nothing is tuned where there is no memory for it; the call is made by the rule."""
-    second, scratch = Group.make_second_group, tuner._cache_flush_buffer
+def test_the_default_rule_decides_without_memory(lacking: str) -> None:
+    """If the tuner cannot allocate memory, the call uses the default rule."""
+    make_second, make_scratch = Group.make_second_group, tuner._cache_flush_buffer
 
     def no_second(self: Group, *args: Any) -> Group:
-        made = second(self, *args)
-        if what == "shares nothing":
-            made.workspace = None
-            return made
-        made.close("a test")
+        created = make_second(self, *args)
+        if lacking == "shares nothing":
+            created.workspace = None
+            return created
+        created.close("a test")
         raise MemoryError("no room for the test")
 
     def no_scratch(*args: Any) -> torch.Tensor:
         if dist.get_rank() == FAULTY:
             raise RuntimeError("not enough memory")
-        return scratch(*args)
+        return make_scratch(*args)
 
     patch = mock.patch.object(Group, "make_second_group", no_second)
-    if what == "scratch":
+    if lacking == "scratch":
         patch = mock.patch.object(tuner, "_cache_flush_buffer", no_scratch)
-    with fresh_group() as group, watched() as made, tpkernels.autotune(group), patch:
+    with fresh_group() as group, watch_algorithms() as runs, tpkernels.autotune(group), patch:
         expected = call(OP, group, algorithm="unfused")
-        made.clear()
-        with warnings.catch_warnings(record=True) as given:
+        runs.clear()
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            got = [call(OP, group) for _ in range(2)]
-    assert set(made) <= {"direct"}, made
-    assert all(torch.equal(each, expected) for each in got), "bits"
-    assert any("not tuned: " in str(each.message) for each in given) == (dist.get_rank() == 0), (
-        f"{[str(each.message) for each in given]}"
-    )
+            results = [call(OP, group) for _ in range(2)]
+    assert set(runs) <= {"direct"}, runs
+    assert all(torch.equal(result, expected) for result in results), "bits"
+    assert any("not tuned: " in str(warning.message) for warning in caught) == (
+        dist.get_rank() == 0
+    ), f"{[str(warning.message) for warning in caught]}"

@@ -1,5 +1,8 @@
-"""Wrong input: one line with the values, on every rank, before anything is sent. The group goes
-on. First tables of wrong calls, written for two ranks, then how they end."""
+"""Wrong input raises an error of one line with the values, on every rank, before any data is sent.
+The group remains usable.
+
+Tables of wrong calls on two ranks come first, then the tests.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +39,18 @@ class Refusal:
     call: Callable[[dist.ProcessGroup], Any]
 
 
-def no(
+def make_refusal(
     error: type[Exception], pattern: str, op: Callable[..., Any], *tensors: Any, **options: Any
 ) -> Refusal:
-    """``op(*tensors, group, **options)`` must be refused."""
+    """Return the refusal of ``op(*tensors, group, **options)``."""
     return Refusal(error, pattern, lambda group: op(*tensors, group, **options))
 
 
-bad_value, bad_type = functools.partial(no, ValueError), functools.partial(no, TypeError)
-unsupported = functools.partial(no, NotImplementedError)
+bad_value, bad_type = (
+    functools.partial(make_refusal, ValueError),
+    functools.partial(make_refusal, TypeError),
+)
+unsupported = functools.partial(make_refusal, NotImplementedError)
 
 
 def ones(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
@@ -52,7 +58,7 @@ def ones(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
 
 
 def normed(x: Any, w: Any, group: dist.ProcessGroup, **options: Any) -> Any:
-    """A normalised product, called as the others are."""
+    """Run a matmul with RMSNorm, with the arguments of the other matmul ops."""
     return NORMED(x, w, ones(8), group, **options)
 
 
@@ -77,10 +83,10 @@ def packed_weights() -> Iterator[Refusal]:
         residual = ones(2 if op is SCATTER else 4, 8).to_mkldnn()
         yield unsupported(pattern, op, x, w, residual=residual)
     narrow = tpkernels.pack(ones(6, 8, dtype=BF16))
-    yield from weights_that_are_no_matrices("is packed", "a packed weight", w, narrow)
+    yield from opaque_weights("is packed", "a packed weight", w, narrow)
 
 
-def local_products() -> Iterator[Refusal]:
+def custom_matmuls() -> Iterator[Refusal]:
     x, w = ones(4, 6), tpkernels.CustomMatmul(lambda x: x @ ones(6, 8), (6, 8), F32)
     for op in (GATHER, SCATTER, REDUCE):
         yield bad_value(r"has shape \[6, 8\], but .* needs \[7, N\]", op, ones(4, 7), w)
@@ -90,22 +96,24 @@ def local_products() -> Iterator[Refusal]:
     pattern = r"weights\[0\] is a CustomMatmul, which does not support biases\[0\]; add the bias in"
     yield unsupported(pattern, GATHER, x, w, biases=ones(8))
     narrow = tpkernels.CustomMatmul(lambda x: x, (6, 6), BF16)
-    yield from weights_that_are_no_matrices("is a CustomMatmul", "a CustomMatmul", w, narrow)
+    yield from opaque_weights("is a CustomMatmul", "a CustomMatmul", w, narrow)
 
 
-def weights_that_are_no_matrices(what: str, kind: str, w: Any, narrow: Any) -> Iterator[Refusal]:
-    """What neither can do; ``narrow`` is one in bf16."""
+def opaque_weights(description: str, kind: str, w: Any, narrow: Any) -> Iterator[Refusal]:
+    """Refusals that packed weights and custom matmuls share. ``narrow`` is a bf16 weight."""
     x = ones(4, 6)
     for op in (GATHER, SCATTER, REDUCE, normed):
-        pattern = f"{what}, which the kernels of 'fused' cannot read"
+        pattern = f"{description}, which the kernels of 'fused' cannot read"
         yield unsupported(pattern, op, x, w, algorithm="fused")
         pattern = f"has no gradient with {kind}; call it under torch.no_grad"
         yield unsupported(pattern, op, x.clone().requires_grad_(), w)
-    pattern = rf"weights\[0\] {what}, so its matmul returns float32, the dtype of x, not bfloat16"
+    pattern = (
+        rf"weights\[0\] {description}, so its matmul returns float32, the dtype of x, not bfloat16"
+    )
     yield unsupported(pattern, GATHER, x, w, out_dtype=BF16)
-    pattern = f"w {what}, so the last dim of the result cannot be split over the ranks"
+    pattern = f"w {description}, so the last dim of the result cannot be split over the ranks"
     yield unsupported(pattern, SCATTER, x, w, scatter_dim=1)
-    pattern = f"w {what}, so its matmul returns bfloat16, the dtype of x, not float32"
+    pattern = f"w {description}, so its matmul returns bfloat16, the dtype of x, not float32"
     for op in (SCATTER, REDUCE):
         yield unsupported(pattern, op, x.bfloat16(), narrow, wire_dtype=F32)
 
@@ -130,9 +138,11 @@ def matmul_operands() -> Iterator[Refusal]:
     yield bad_value("weights is empty", GATHER, x, [])
     yield bad_value(r"weights\[1\].*\[7, 8\].*\[6, N\]", GATHER, x, [w, ones(7, 8)])
     yield bad_value(r"\[6, 8\].*\[4, 6\].*\[12, N\]", GATHER, x, w, gather_dim=1)
-    for way in ("ring", "pipelined"):
-        pattern = f"'{way}' of all_gather_matmul cannot gather the dim that the matmul sums over"
-        along_k = {"gather_dim": 1, "algorithm": way}
+    for algorithm in ("ring", "pipelined"):
+        pattern = (
+            f"'{algorithm}' of all_gather_matmul cannot gather the dim that the matmul sums over"
+        )
+        along_k = {"gather_dim": 1, "algorithm": algorithm}
         yield unsupported(pattern, GATHER, x, ones(12, 8), **along_k)
 
 
@@ -227,7 +237,7 @@ def collectives() -> Iterator[Refusal]:
 
 
 def arguments() -> Iterator[Refusal]:
-    """Arguments that an op does not have, has already or misses."""
+    """Arguments that an op does not accept, receives twice or misses."""
     x, reduce, norm = ones(4, 6), tpkernels.all_reduce, tpkernels.all_reduce_rms_norm
     pattern = r"^all_reduce\(\) got an unexpected keyword argument 'algorithms'$"
     yield bad_type(pattern, reduce, x, algorithms="direct")
@@ -240,7 +250,7 @@ def arguments() -> Iterator[Refusal]:
 
 
 def group_arguments() -> Iterator[Refusal]:
-    """Arguments that are not groups; the group that the refusal is called with is not used."""
+    """Arguments that are not groups. The group that the refusal receives is unused."""
     x, w = ones(4, 6), ones(6, 8)
     outsider = dist.GroupMember.NON_GROUP_MEMBER
     absent = "process group 'no such group' does not exist on this rank"
@@ -273,7 +283,7 @@ def group_arguments() -> Iterator[Refusal]:
 
 
 def options() -> Iterator[Refusal]:
-    """Arguments of ``init`` and ``empty``, on a group of the tests, which is in use."""
+    """Arguments of ``init`` and ``empty``, on a group that is in use."""
     for timeout in (0, -1.5, 86401, float("inf"), float("nan")):
         pattern = rf"timeout must be in \(0, 86400\] seconds, not {timeout}"
         yield bad_value(pattern, tpkernels.init, timeout=timeout)
@@ -300,8 +310,8 @@ def options() -> Iterator[Refusal]:
     yield Refusal(ValueError, pattern, lambda group: tpkernels.empty(3, -4, group=group))
 
 
-def normed_products() -> Iterator[Refusal]:
-    """What is refused of the norm; the rest is that of `matmul_all_reduce`."""
+def normed_matmuls() -> Iterator[Refusal]:
+    """Refusals of the norm. `matmul_all_reduce` covers the rest."""
     op, x, w, weight = NORMED, ones(4, 6), ones(6, 8), ones(8)
     yield bad_value(r"norm_weight has shape \[6\], expected \[8\]", op, x, w, ones(6))
     yield bad_type("norm_weight is float16; it must be float32", op, x, w, weight.half())
@@ -411,11 +421,11 @@ def scaled_options() -> Iterator[Refusal]:
         yield unsupported(wrong, op, x, w, ONE, ONE, out_dtype=E4M3)
         wrong = "algorithm 'fused' of .*scaled_matmul.* does not support operands with scales"
         yield unsupported(wrong, op, x, w, ONE, ONE, algorithm="fused")
-        for needs in range(4):
-            given = [x, w.clone(), ONE.clone(), ONE.clone()]
-            given[needs] = given[needs].detach().clone().requires_grad_()
+        for index in range(4):
+            tensors = [x, w.clone(), ONE.clone(), ONE.clone()]
+            tensors[index] = tensors[index].detach().clone().requires_grad_()
             wrong = f"{op.__name__} has no gradient; call it under torch.no_grad"
-            yield unsupported(wrong, op, *given)
+            yield unsupported(wrong, op, *tensors)
     for op in (SCALED_SCATTER, SCALED_REDUCE):
         wrong = "wire_dtype is float16; supported: bfloat16, float32"
         yield unsupported(wrong, op, x, w, ONE, ONE, wire_dtype=torch.float16)
@@ -452,7 +462,7 @@ def scaled_options() -> Iterator[Refusal]:
 
 
 def placements() -> Iterator[Refusal]:
-    """Arguments on another device than x, one at a time, and ones that are not dense."""
+    """Tensors on a different device than x, one at a time, and tensors that are not dense."""
     x, w, columns, rows, shard = ones(4, 6), ones(6, 8), ones(8), ones(4, 8), ones(2, 8)
     fp8, scale = torch.float8_e4m3fn, torch.ones(())
     scaled = {"x": x.to(fp8), "scale_x": scale, "w": w.t().to(fp8).t(), "scale_w": scale}
@@ -475,22 +485,22 @@ def placements() -> Iterator[Refusal]:
             yield Refusal(
                 ValueError, pattern, lambda group, op=op, wrong=wrong: op(group=group, **wrong)
             )
-    for product in (w, tpkernels.CustomMatmul(lambda x: x @ w, (6, 8), torch.float32)):
+    for weight in (w, tpkernels.CustomMatmul(lambda x: x @ w, (6, 8), torch.float32)):
         pattern = "w is on|x is on meta"
         yield Refusal(
-            ValueError if product is w else NotImplementedError,
+            ValueError if weight is w else NotImplementedError,
             pattern,
-            lambda group, w=product: REDUCE(x.to("meta"), w, group),
+            lambda group, w=weight: REDUCE(x.to("meta"), w, group),
         )
         pattern = "residual is on meta but x is on cpu"
-        yield bad_value(pattern, REDUCE, x, product, residual=rows.to("meta"))
+        yield bad_value(pattern, REDUCE, x, weight, residual=rows.to("meta"))
     pattern = r"biases\[0\] is nested; the ops support dense tensors only"
     yield unsupported(
         pattern, GATHER, x, w, biases=torch.nested.nested_tensor([w], layout=torch.jagged)
     )
     pattern = "x has layout torch._mkldnn; the ops support dense tensors only"
     yield unsupported(pattern, tpkernels.all_reduce_rms_norm, rows.to_mkldnn(), columns)
-    for layer, given in (
+    for layer, layer_input in (
         (tpkernels.nn.ColumnParallelLinear, x),
         (tpkernels.nn.RowParallelLinear, x[:, :3]),
         (tpkernels.nn.VocabParallelEmbedding, torch.ones(2, dtype=torch.int64)),
@@ -498,31 +508,31 @@ def placements() -> Iterator[Refusal]:
         yield Refusal(
             ValueError,
             "w.* is on meta but x is on cpu",
-            lambda group, layer=layer, x=given: layer(6, 8, group, device="meta")(x),
+            lambda group, layer=layer, x=layer_input: layer(6, 8, group, device="meta")(x),
         )
 
 
-# How they end.
+# Outcomes of the calls.
 
 
 def wrong_answer(refusal: Refusal, group: dist.ProcessGroup) -> str | None:
-    """What is not as it should be, or None."""
-    wanted = f"{refusal.error.__name__}: {refusal.pattern}"
+    """Return a description of a wrong outcome, or None."""
+    expected = f"{refusal.error.__name__}: {refusal.pattern}"
     try:
         refusal.call(group)
     except Exception as error:
         message = str(error)
         if type(error) is not refusal.error or not re.search(refusal.pattern, message):
-            return f"expected {wanted}\ngot {type(error).__name__}: {message}"
+            return f"expected {expected}\ngot {type(error).__name__}: {message}"
         if "\n" in message:
             return f"more than one line: {message}"
         return None
-    return f"not refused; expected {wanted}"
+    return f"not refused; expected {expected}"
 
 
 def works(group: dist.ProcessGroup) -> bool:
-    got = tpkernels.all_reduce(torch.ones(3), group)
-    return torch.equal(got, torch.full((3,), float(group.size())))
+    result = tpkernels.all_reduce(torch.ones(3), group)
+    return torch.equal(result, torch.full((3,), float(group.size())))
 
 
 @pytest.mark.parametrize(
@@ -530,14 +540,14 @@ def works(group: dist.ProcessGroup) -> bool:
     [
         matmul_operands,
         packed_weights,
-        local_products,
+        custom_matmuls,
         epilogues,
         shards,
         collectives,
         arguments,
         group_arguments,
         options,
-        normed_products,
+        normed_matmuls,
         normed_sums,
         scaled_operands,
         scaled_scales,
@@ -548,9 +558,10 @@ def works(group: dist.ProcessGroup) -> bool:
 )
 @on_ranks(2)
 def test_refusals(table: Callable[[], Iterator[Refusal]]) -> None:
-    """Each wrong call on every rank. Nothing is sent: the group counts no call."""
+    """Make each wrong call on every rank. No data is sent: the epoch of the group does not
+    change."""
     with fresh_group() as group:
-        workspace = faults.workspace_of(group)
+        workspace = faults.get_workspace(group)
         for refusal in table():
             epoch = workspace.epoch
             wrong = wrong_answer(refusal, group)
@@ -564,20 +575,21 @@ def test_refusals(table: Callable[[], Iterator[Refusal]]) -> None:
 
 @on_ranks(2)
 def test_on_an_unused_group() -> list[str]:
-    """A first call that is wrong sets nothing up, and the next sets it up."""
+    """A wrong first call does not set up the group. The next call does."""
     group = dist.new_group()
     assert group is not None
     tables = (matmul_operands, epilogues, shards)
-    found = [wrong_answer(refusal, group) for table in tables for refusal in table()]
+    errors = [wrong_answer(refusal, group) for table in tables for refusal in table()]
     if not works(group):
-        found.append("the group does not work")
+        errors.append("the group does not work")
     dist.destroy_process_group(group)
-    return [wrong for wrong in found if wrong is not None]
+    return [wrong for wrong in errors if wrong is not None]
 
 
 @on_ranks(2)
 def test_on_one_rank_only() -> None:
-    """The others do not notice: nothing was sent, and all meet in the next call."""
+    """Rank 0 makes wrong calls. Its peers do not notice, because no data is sent. Then all ranks
+    meet in a call."""
     with fresh_group() as group:
         for refusal in [*matmul_operands(), *shards()]:
             assert group.rank() != 0 or not (wrong := wrong_answer(refusal, group)), wrong
@@ -585,23 +597,27 @@ def test_on_one_rank_only() -> None:
 
 
 @on_ranks(3)
-def test_a_group_that_this_rank_is_not_in() -> list[str]:
-    """Passed as torch returns it, and by the name that its ranks have for it."""
-    rank, made = dist.get_rank(), [dist.new_group([0]), dist.new_group([1, 2])]
-    mine, other = made if rank == 0 else made[::-1]
+def test_a_group_without_this_rank() -> list[str]:
+    """The group is passed as torch returns it, and by its name on its ranks."""
+    rank, created = dist.get_rank(), [dist.new_group([0]), dist.new_group([1, 2])]
+    local_group, remote_group = created if rank == 0 else created[::-1]
     names: list[Any] = [None] * 3
-    dist.all_gather_object(names, mine.group_name)
+    dist.all_gather_object(names, local_group.group_name)
     outside, name = f"global rank {rank} is not in this group", names[rank == 0]
     refused = [
-        no(ValueError, outside, lambda _: tpkernels.init(other)),
-        no(ValueError, outside, lambda _: tpkernels.all_reduce(torch.ones(3), other)),
-        no(
+        make_refusal(ValueError, outside, lambda _: tpkernels.init(remote_group)),
+        make_refusal(
+            ValueError, outside, lambda _: tpkernels.all_reduce(torch.ones(3), remote_group)
+        ),
+        make_refusal(
             ValueError,
             f"process group '{name}' does not exist on this rank; .* does not contain this rank",
             lambda _: tpkernels.all_reduce(torch.ones(3), name),
         ),
     ]
-    return [wrong for one in refused if (wrong := wrong_answer(one, mine)) is not None]
+    return [
+        wrong for refusal in refused if (wrong := wrong_answer(refusal, local_group)) is not None
+    ]
 
 
 @pytest.mark.parametrize("total,world", [(-1, 2), (4, 0), (4, -1)])

@@ -1,5 +1,8 @@
-"""The same bits: in every run, on every rank, by every algorithm. Partials are summed in fp32 in
-the order of the ranks, then the bias, then the residual, and rounded once."""
+"""Results are bitwise identical across runs, ranks and algorithms.
+
+Partials are summed in fp32 in rank order, then bias and residual are added, and the sum is rounded
+once.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from tests.support.cases import (
     PACKABLE,
     Case,
     RanksFixture,
-    each,
+    expand_cases,
 )
 from tests.support.ranked import SMALLEST_WORKSPACE, call, fresh_group, on_ranks, report
 from tests.support.tiers import sweep
@@ -38,7 +41,8 @@ MATMULS = [
     Case(op="matmul_reduce_scatter", shape=(64, 60), dim=1, k=(1000,)),
     Case(op="matmul_all_reduce", shape=(48, 300), k=(133, 90), biases=(F32,)),
     Case(op="matmul_all_reduce", shape=(16, 33), k=(70,)),
-    # Few rows, of which the extension reads columns in place, also where torch makes the whole.
+    # Few rows: the extension reads columns in place, even for chunks of a matmul that torch would
+    # run.
     Case(op="all_gather_matmul", shape=(24, 200), n=(24,), weight_layout="linear"),
     Case(op="matmul_reduce_scatter", shape=(24, 24), k=(200,), weight_layout="linear"),
     Case(op="matmul_all_reduce", shape=(10, 24), k=(200,), weight_layout="linear"),
@@ -61,12 +65,12 @@ def _bits(results: list[torch.Tensor]) -> str:
 
 
 def bits_job(cases: list[Case], rounds: int) -> list[list[str]]:
-    """The bits of each case in each of some runs, with random delays; the last run in a workspace
-    that takes most of them in steps."""
+    """Return the digests of each case in several runs with random delays. The last run has a small
+    workspace and needs several steps for most cases."""
     runs = []
     for size in [1 << 20] * (rounds - 1) + [SMALLEST_WORKSPACE]:
         with fresh_group(size) as group:
-            faults.workspace_of(group).set_chaos(seed=group.rank() + 1, max_delay_us=300)
+            faults.get_workspace(group).set_chaos(seed=group.rank() + 1, max_delay_us=300)
             runs.append([_bits(call(case, group)) for case in cases])
     return [list(bits) for bits in zip(*runs, strict=True)]
 
@@ -76,47 +80,45 @@ def _cases() -> list[Case]:
     matmuls = [c for c in MATMULS if c.residual is None]
     options: dict[str, Any] = {"integers": (False,)}
     return [
-        *each(*matmuls, algorithms=MATMUL_ALGORITHMS, **options),
-        *each(*with_residual, dtypes=(F32,), algorithms=MATMUL_ALGORITHMS, **options),
-        *each(*COLLECTIVES, algorithms=COLLECTIVE_ALGORITHMS, **options),
+        *expand_cases(*matmuls, algorithms=MATMUL_ALGORITHMS, **options),
+        *expand_cases(*with_residual, dtypes=(F32,), algorithms=MATMUL_ALGORITHMS, **options),
+        *expand_cases(*COLLECTIVES, algorithms=COLLECTIVE_ALGORITHMS, **options),
     ]
 
 
 def _packed_cases() -> list[Case]:
     split_by_rows = [c for c in MATMULS if not (c.scattered and c.dim == len(c.shape) - 1)]
     packed = [replace(case, weight_layout="packed", residual=None) for case in split_by_rows]
-    return each(*packed, dtypes=PACKABLE, algorithms=MATMUL_ALGORITHMS, integers=(False,))
+    return expand_cases(*packed, dtypes=PACKABLE, algorithms=MATMUL_ALGORITHMS, integers=(False,))
 
 
 @pytest.mark.parametrize("world", sweep((3, 1, 2, 4)))
 @pytest.mark.parametrize("cases", [_cases(), _packed_cases()], ids=["plain", "packed"])
-def test_bits_of_runs_ranks_and_algorithms(
-    ranks: RanksFixture, world: int, cases: list[Case]
-) -> None:
-    told = ranks(world).run(bits_job, cases, 3, timeout=120)
+def test_results_are_bitwise_identical(ranks: RanksFixture, world: int, cases: list[Case]) -> None:
+    digests = ranks(world).run(bits_job, cases, 3, timeout=120)
     failures = []
     first: dict[tuple[Case, int], tuple[Case, str]] = {}
     for i, case in enumerate(cases):
-        for rank, runs in enumerate(told):
+        for rank, runs in enumerate(digests):
             if len(set(runs[i])) > 1:
                 failures.append(f"rank {rank}: {case} differs from run to run")
-            other, bits = first.setdefault((case.values(), rank), (case, runs[i][0]))
+            reference, bits = first.setdefault((case.values(), rank), (case, runs[i][0]))
             if bits != runs[i][0]:
-                failures.append(f"rank {rank}: {case.algorithm} differs from {other}")
-        if "all_reduce" in case.op and len({runs[i][0] for runs in told}) > 1:
+                failures.append(f"rank {rank}: {case.algorithm} differs from {reference}")
+        if "all_reduce" in case.op and len({runs[i][0] for runs in digests}) > 1:
             failures.append(f"{case} differs from rank to rank")
     report(iter(failures))
 
 
 @pytest.mark.thorough
-def test_bits_of_other_processes(ranks: RanksFixture) -> None:
+def test_new_processes_give_identical_results(ranks: RanksFixture) -> None:
     cases = [case for case in _cases() if case.algorithm != "auto"]
-    with Ranks(2) as others:
-        assert ranks(2).run(bits_job, cases, 1) == others.run(bits_job, cases, 1)
+    with Ranks(2) as new_ranks:
+        assert ranks(2).run(bits_job, cases, 1) == new_ranks.run(bits_job, cases, 1)
 
 
-# The order of summation. Two terms of every column are large and cancel, so that what is left of
-# the small ones depends on which were added between the two.
+# Order of summation. Two terms of every column are large and cancel. Small terms that are added
+# between them lose bits, so the sum depends on the order.
 
 
 def _terms(dtype: torch.dtype, count: int, shape: tuple[int, int]) -> list[torch.Tensor]:
@@ -138,7 +140,7 @@ def _sum(terms: list[torch.Tensor], out_dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(12, 33), (240, 70)])  # one-shot and two-shot
 @on_ranks()
-def test_the_order_is_that_of_the_ranks(dtype: torch.dtype, shape: tuple[int, int]) -> list[str]:
+def test_sums_are_in_rank_order(dtype: torch.dtype, shape: tuple[int, int]) -> list[str]:
     outs = {dtype, F32}
     return [failure for out in outs for failure in order_failures(dtype, out, shape)]
 
@@ -151,16 +153,16 @@ def order_failures(dtype: torch.dtype, out_dtype: torch.dtype, shape: tuple[int,
         x, total = terms[rank], _sum(terms, out_dtype)
         in_place = x.clone()
         tpkernels.all_reduce_(in_place, group)
-        got = {"all_reduce_": (in_place, _sum(terms, dtype))}
+        results = {"all_reduce_": (in_place, _sum(terms, dtype))}
         if world > 2 and torch.equal(total, _sum(terms[::-1], out_dtype)):
             failures.append("the order of ranks does not matter: nothing is tested")
         rows = shape[0] // world
-        mine = slice(rank * rows, (rank + 1) * rows)
-        for way in COLLECTIVE_ALGORITHMS:
-            options: dict[str, Any] = {"out_dtype": out_dtype, "algorithm": way}
-            got[f"all_reduce {way}"] = tpkernels.all_reduce(x, group, **options), total
+        local_rows = slice(rank * rows, (rank + 1) * rows)
+        for algorithm in COLLECTIVE_ALGORITHMS:
+            options: dict[str, Any] = {"out_dtype": out_dtype, "algorithm": algorithm}
+            results[f"all_reduce {algorithm}"] = tpkernels.all_reduce(x, group, **options), total
             scattered = tpkernels.reduce_scatter(x, group, **options)
-            got[f"reduce_scatter {way}"] = scattered, total[mine]
+            results[f"reduce_scatter {algorithm}"] = scattered, total[local_rows]
 
         *terms, bias, residual = _terms(dtype, world + 2, shape)
         bias = bias[0].float()
@@ -168,30 +170,32 @@ def order_failures(dtype: torch.dtype, out_dtype: torch.dtype, shape: tuple[int,
         if torch.equal(full, _sum([*terms, residual, bias.expand(shape)], out_dtype)):
             failures.append("the order of bias and residual does not matter: nothing is tested")
         x, eye = terms[rank], torch.eye(shape[1], dtype=dtype)  # x @ eye is x
-        for way in MATMUL_ALGORITHMS:
-            options = {"out_dtype": out_dtype, "algorithm": way, "bias": bias}
-            whole = tpkernels.matmul_all_reduce(x, eye, group, residual=residual, **options)
-            part = tpkernels.matmul_reduce_scatter(
-                x, eye, group, residual=residual[mine], **options
+        for algorithm in MATMUL_ALGORITHMS:
+            options = {"out_dtype": out_dtype, "algorithm": algorithm, "bias": bias}
+            reduced = tpkernels.matmul_all_reduce(x, eye, group, residual=residual, **options)
+            shard = tpkernels.matmul_reduce_scatter(
+                x, eye, group, residual=residual[local_rows], **options
             )
-            got[f"matmul_all_reduce {way}"] = whole, full
-            got[f"matmul_reduce_scatter {way}"] = part, full[mine]
-    for name, (result, want) in got.items():
-        if not torch.equal(result, want):
-            failures.append(f"rank {rank}: {name}: {int((result != want).sum())} elements differ")
+            results[f"matmul_all_reduce {algorithm}"] = reduced, full
+            results[f"matmul_reduce_scatter {algorithm}"] = shard, full[local_rows]
+    for name, (result, expected) in results.items():
+        if not torch.equal(result, expected):
+            failures.append(
+                f"rank {rank}: {name}: {int((result != expected).sum())} elements differ"
+            )
     return failures
 
 
 @pytest.mark.parametrize("world", [1, 2])
 @on_ranks()
-def test_products_accumulate_in_fp32() -> None:
-    """4096 products of 1 * 1: accumulated in 16 bits they stick at 2048 or 256."""
+def test_matmuls_accumulate_in_fp32() -> None:
+    """A sum of 4096 ones. An accumulator would stop at 2048 in fp16, and at 256 in bf16."""
     k, ops = 4096, ("all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter")
     with fresh_group() as group:
         world = group.size()
         for op, dtype, rows in itertools.product(ops, DTYPES, (1, 3, 4, 40)):
             x, w = torch.ones(rows * world, k, dtype=dtype), torch.ones(k, 5, dtype=dtype)
-            for way in MATMUL_ALGORITHMS:
-                result = getattr(tpkernels, op)(x, w, group, algorithm=way)
+            for algorithm in MATMUL_ALGORITHMS:
+                result = getattr(tpkernels, op)(x, w, group, algorithm=algorithm)
                 result /= 1 if op == "all_gather_matmul" else world
-                assert torch.equal(result, torch.full_like(result, k)), (op, way, dtype, rows)
+                assert torch.equal(result, torch.full_like(result, k)), (op, algorithm, dtype, rows)

@@ -1,4 +1,4 @@
-"""The grouped product against one product per group: exact integers, the bits of a group alone,
+"""The grouped matmul against one matmul per group: exact integers, independence of the groups,
 gradients, compiled graphs, refusals."""
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import torch
 
 import tpkernels
 from tests.support.cases import PACKABLE
-from tests.support.products import within_rounding
-from tpkernels.local.matmul import new_product
+from tests.support.local_matmul import is_within_rounding
+from tpkernels.local.matmul import allocating_matmul
 from tpkernels.local.scaled import Packing
 from tpkernels.ops.grouped_matmul import add_bias
 
@@ -20,7 +20,7 @@ F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 COUNTS = [5, 0, 60, 1]
 
-# From weights [E, N, K] as modules hold them.
+# Layouts of a weight, made from the [E, N, K] tensor of a module.
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "columns": lambda w: w.transpose(1, 2),
     "rows": lambda w: w.transpose(1, 2).contiguous(),
@@ -31,7 +31,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [*PACKABLE, F64], ids=str)
-def test_exact_for_integers_and_with_the_bits_of_a_group_alone(
+def test_exact_for_integers_and_independent_of_other_groups(
     dtype: torch.dtype, layout: str
 ) -> None:
     if dtype == F64 and layout in ("packed", "int8"):
@@ -40,29 +40,29 @@ def test_exact_for_integers_and_with_the_bits_of_a_group_alone(
     for k, n in ((32, 70), (36, 192), (33, 7)):
         if layout == "int8" and k % 4:
             continue
-        whole = torch.randint(-2, 3, (4, n, k)).to(dtype)
-        w, real = LAYOUTS[layout](whole), torch.randn(4, n, k).to(dtype)
+        weights = torch.randint(-2, 3, (4, n, k)).to(dtype)
+        w, real = LAYOUTS[layout](weights), torch.randn(4, n, k).to(dtype)
         x = torch.randint(-2, 3, (66, k)).to(dtype)
         noise = torch.randn(k, 66).to(dtype).t()
         for counts in (torch.tensor(COUNTS), torch.tensor(COUNTS, dtype=torch.int32)):
-            parts = zip(x.split(COUNTS), whole, strict=True)
-            exact = torch.cat([part @ matrix.t() for part, matrix in parts])
+            chunks = zip(x.split(COUNTS), weights, strict=True)
+            exact = torch.cat([rows @ matrix.t() for rows, matrix in chunks])
             if layout != "int8":
                 assert torch.equal(tpkernels.grouped_matmul(x, w, counts), exact)
-            used = LAYOUTS[layout](real)
-            got = tpkernels.grouped_matmul(noise, used, counts)
+            operand = LAYOUTS[layout](real)
+            result = tpkernels.grouped_matmul(noise, operand, counts)
             groups = zip(
-                got.split(COUNTS), noise.contiguous().split(COUNTS), used, real, strict=True
+                result.split(COUNTS), noise.contiguous().split(COUNTS), operand, real, strict=True
             )
-            for result, part, matrix, plain in groups:
+            for group_result, rows, matrix, plain in groups:
                 if layout in ("packed", "int8"):
-                    assert torch.equal(result, new_product(part, matrix))
-                else:  # the bits of MKL's fp32 products follow from addresses
-                    assert within_rounding(result, part, plain.t()) or dtype == F64
+                    assert torch.equal(group_result, allocating_matmul(rows, matrix))
+                else:  # MKL fp32 results depend on memory addresses
+                    assert is_within_rounding(group_result, rows, plain.t()) or dtype == F64
 
 
-def test_nothing_to_multiply() -> None:
-    """Nor for the gradient, which has no strides of its own."""
+def test_empty_operands() -> None:
+    """Multiply no rows, with 0 or 2 experts. The incoming gradient has strides of 0."""
     for experts in (0, 2):
         x, w = (t.requires_grad_() for t in (torch.ones(0, 3), torch.ones(experts, 3, 4)))
         y = tpkernels.grouped_matmul(x, w, torch.zeros(experts).long())
@@ -75,16 +75,16 @@ def test_gradients(transposed: bool) -> None:
     torch.manual_seed(0)
     counts = torch.tensor([3, 0, 4])
 
-    def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         w = weight.transpose(1, 2) if transposed else weight
         return tpkernels.grouped_matmul(x, w, counts, bias)
 
     shape = (3, 5, 4) if transposed else (3, 4, 5)
     inputs = [torch.randn(s, dtype=F64, requires_grad=True) for s in ((7, 4), shape, (3, 5))]
-    assert torch.autograd.gradcheck(product, inputs)
-    # Integers are exact in bfloat16; an empty group has zeros.
+    assert torch.autograd.gradcheck(multiply, inputs)
+    # Integers are exact in bfloat16. The gradient of an empty group is zero.
     x, weight, bias = (torch.randint(-2, 3, i.shape).to(BF16).requires_grad_() for i in inputs)
-    y = product(x, weight, bias)
+    y = multiply(x, weight, bias)
     y.sum().backward()
     plain = tpkernels.grouped_matmul(x, weight.mT if transposed else weight, counts)
     assert torch.equal(y, plain + bias[[0, 0, 0, 2, 2, 2, 2]])
@@ -93,8 +93,8 @@ def test_gradients(transposed: bool) -> None:
     assert torch.equal(weight.grad[0], ones if transposed else ones.t())
 
 
-def test_rows_that_are_not_counted_have_no_part_in_the_gradient_of_a_bias() -> None:
-    """On GPUs there may be some, whose values are undefined."""
+def test_uncounted_rows_do_not_affect_the_bias_gradient() -> None:
+    """On GPUs, uncounted rows may exist, with undefined values."""
     bias = torch.ones(2, 3, requires_grad=True)
     y = add_bias(torch.zeros(5, 3), bias, torch.tensor([2, 1]))
     y.backward(torch.tensor([1.0, 1, 1, torch.nan, torch.nan])[:, None].expand(5, 3))
@@ -103,7 +103,7 @@ def test_rows_that_are_not_counted_have_no_part_in_the_gradient_of_a_bias() -> N
 
 @pytest.mark.thorough
 def test_compiled_and_under_autocast() -> None:
-    """The number of rows is known only when the graph runs."""
+    """The number of rows is dynamic in the graph."""
 
     def step(x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         slots = ids.flatten().argsort(stable=True)[(ids.flatten() >= 0).nonzero()[:, 0]]
@@ -164,8 +164,8 @@ def test_stacks_are_packed_matrix_by_matrix(dtype: torch.dtype) -> None:
     packed = tpkernels.pack(w)
     assert packed.dim() == 4 and packed.is_contiguous()
     assert all(torch.equal(a, tpkernels.pack(b)) for a, b in zip(packed, w, strict=True))
-    back = tpkernels.unpack(packed)
-    assert torch.equal(back, w) and back.stride() == w.stride()
+    unpacked = tpkernels.unpack(packed)
+    assert torch.equal(unpacked, w) and unpacked.stride() == w.stride()
     int8 = tpkernels.unpack(tpkernels.pack(w, torch.int8))
     assert torch.equal(int8[2], tpkernels.unpack(tpkernels.pack(w[2], torch.int8)))
     with pytest.raises(ValueError, match="is already packed"):
@@ -175,43 +175,43 @@ def test_stacks_are_packed_matrix_by_matrix(dtype: torch.dtype) -> None:
 def scaled_operands(
     blocks: bool, k: int, n: int, integers: bool, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> tuple[torch.Tensor, ...]:
-    """x, w and their scales, powers of two with integers, for COUNTS; x lies in rows that travelled
-    with their scales."""
+    """Return x, w and their scales for COUNTS. With integers, scales are powers of two. x is
+    unpacked from rows that were packed with their scales."""
     per_row, per_column = (k // 128, -(-n // 128)) if blocks else (1, n)
-    made = []
+    operands = []
     for shape, dtype in zip(((66, k), (4, n, k)), dtypes, strict=True):
-        numbers = torch.randint(-2, 3, shape) if integers else torch.randn(shape) * 20
-        made.append(numbers.to(dtype))
+        values = torch.randint(-2, 3, shape) if integers else torch.randn(shape) * 20
+        operands.append(values.to(dtype))
     scales = [torch.randint(-3, 4, shape) for shape in ((66, per_row), (4, per_row, per_column))]
     scale_x, scale_w = (2.0**s if integers else torch.rand(s.shape) for s in scales)
-    packing = Packing.of(made[0], scale_x)
-    x, scale_x_back = packing.unpack(packing.pack(made[0], scale_x))
-    assert scale_x_back is not None and torch.equal(scale_x_back, scale_x)
-    return x, made[1].transpose(1, 2), scale_x, scale_w
+    packing = Packing.for_rows(operands[0], scale_x)
+    x, unpacked_scale_x = packing.unpack(packing.pack(operands[0], scale_x))
+    assert unpacked_scale_x is not None and torch.equal(unpacked_scale_x, scale_x)
+    return x, operands[1].transpose(1, 2), scale_x, scale_w
 
 
 @pytest.mark.parametrize("blocks", [False, True])
 def test_scaled_as_float64(blocks: bool) -> None:
-    """Exact for small integers, else within the rounding of sums in float32, rounded once."""
+    """Exact for small integers, otherwise within the rounding of fp32 sums and of the result."""
     torch.manual_seed(0)
     counts = torch.tensor(COUNTS)
     for k, n, dtypes in ((256, 300, (E4M3, E4M3)), (128, 64, (E5M2, E4M3)), (384, 1, (E4M3, E5M2))):
         for integers, out_dtype in ((True, F32), (False, F32), (False, None), (False, torch.half)):
             x, w, scale_x, scale_w = scaled_operands(blocks, k, n, integers, dtypes)
-            got = tpkernels.scaled_grouped_matmul(
+            result = tpkernels.scaled_grouped_matmul(
                 x, w, scale_x, scale_w, counts, out_dtype=out_dtype
             )
-            assert got.dtype == (out_dtype or BF16)
-            wide_x = x.double() * scale_x.double().repeat_interleave(k // scale_x.shape[1], 1)
+            assert result.dtype == (out_dtype or BF16)
+            fp64_x = x.double() * scale_x.double().repeat_interleave(k // scale_x.shape[1], 1)
             factors = scale_w.double()
             if blocks:
                 factors = factors.repeat_interleave(128, 1).repeat_interleave(128, 2)[..., :n]
-            wide_w = w.double() * factors
-            for part, rows, matrix in zip(
-                got.split(COUNTS), wide_x.split(COUNTS), wide_w, strict=True
+            fp64_w = w.double() * factors
+            for group_result, rows, matrix in zip(
+                result.split(COUNTS), fp64_x.split(COUNTS), fp64_w, strict=True
             ):
-                assert within_rounding(part, rows, matrix)
-                assert not integers or torch.equal(part.double(), rows @ matrix)
+                assert is_within_rounding(group_result, rows, matrix)
+                assert not integers or torch.equal(group_result.double(), rows @ matrix)
 
 
 def test_scaled_refusals() -> None:

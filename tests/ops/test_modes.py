@@ -1,4 +1,4 @@
-"""The ops under torch's modes and transforms: inference mode, version counters, forward-mode
+"""The ops under modes and transforms of torch: inference mode, version counters, forward-mode
 differentiation, vmap."""
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from torch.autograd import forward_ad
 
 import tpkernels
 from tests.support import faults
-from tests.support.cases import MATMUL_WAYS, one_of_each
+from tests.support.cases import CONCRETE_MATMUL_ALGORITHMS, one_of_each
 from tests.support.ranked import check_cases, fresh_group, on_ranks
 from tests.support.tiers import sweep
 from tpkernels import groups
 
 
-@pytest.mark.parametrize("first", sweep(MATMUL_WAYS, 2))
+@pytest.mark.parametrize("first", sweep(CONCRETE_MATMUL_ALGORITHMS, 2))
 @on_ranks(2)
 def test_evaluation_before_training(first: str) -> list[str]:
-    """The very first calls of a group under inference mode, then the same outside, and back."""
+    """The first calls of a group run in inference mode, the next outside it, the last in inference
+    mode again."""
     with fresh_group() as group:
         cases = [case for case in one_of_each(group.size()) if case.algorithm in (first, "direct")]
         failures = []
@@ -33,28 +34,28 @@ def test_evaluation_before_training(first: str) -> list[str]:
         return failures
 
 
-@on_ranks(2, fixture="interpreting")
-def test_kernels_can_be_ended_that_began_in_inference_mode() -> list[str]:
+@on_ranks(2, fixture="interpreter_ranks")
+def test_kernels_set_up_in_inference_mode_can_be_aborted() -> list[str]:
     with fresh_group() as group:
         with torch.inference_mode():
             first = _fused(group)
         workspace = groups.get(group.group_name).workspace
         assert workspace is not None and workspace._device is not None
-        workspace._device.abort(0)  # as the thread does that watches the peers
+        workspace._device.abort(0)  # as the watcher thread does
         workspace._device.control.zero_()
         return [*first, *_fused(group)]
 
 
 def _fused(group: torch.distributed.ProcessGroup) -> list[str]:
     x, w = torch.ones(16, 16), torch.ones(16, 16)
-    got = tpkernels.matmul_all_reduce(x, w, group, algorithm="fused")
-    want = torch.full((16, 16), 16.0 * group.size())
-    return [] if torch.equal(got, want) else [f"{got}"]
+    result = tpkernels.matmul_all_reduce(x, w, group, algorithm="fused")
+    expected = torch.full((16, 16), 16.0 * group.size())
+    return [] if torch.equal(result, expected) else [f"{result}"]
 
 
 @on_ranks(2)
-def test_in_place_is_told_to_autograd() -> None:
-    """``x`` is saved for the backward, then reduced in place through a tensor that shares it."""
+def test_autograd_detects_changes_in_place() -> None:
+    """A tensor that is saved for the backward is reduced in place, through an alias."""
     with fresh_group() as group:
         for change in (
             lambda y: tpkernels.all_reduce_(y, group),
@@ -73,10 +74,10 @@ def test_in_place_is_told_to_autograd() -> None:
 
 @on_ranks(2)
 def test_forward_mode_is_refused() -> None:
-    """Forward mode is refused before anything is sent, also below ``torch.func``."""
+    """Forward mode is refused before any data is sent, within ``torch.func`` as well."""
     x, w = torch.ones(4, 4), torch.ones(4, 4)
     with fresh_group() as group:
-        workspace = faults.workspace_of(group)
+        workspace = faults.get_workspace(group)
         tpkernels.all_reduce(x, group)
         ops: list[Callable[[torch.Tensor], object]] = [
             lambda x: tpkernels.all_gather(x, group),
@@ -90,15 +91,15 @@ def test_forward_mode_is_refused() -> None:
         ]
         for op in ops:
             epoch = workspace.epoch
-            for way in ("dual", "jvp"):
+            for api in ("dual", "jvp"):
                 with pytest.raises(NotImplementedError, match="has no forward-mode derivative"):
-                    if way == "jvp":
+                    if api == "jvp":
                         torch.func.jvp(op, (x.clone(),), (x,))
                     else:
                         with forward_ad.dual_level():
                             op(forward_ad.make_dual(x.clone(), x))
-                assert workspace.epoch == epoch, f"{way}: something was sent"
-        with forward_ad.dual_level():  # what has no tangent goes on
+                assert workspace.epoch == epoch, f"{api}: something was sent"
+        with forward_ad.dual_level():  # tensors without tangents are accepted
             tpkernels.all_reduce(x, group)
         tpkernels.all_reduce(x, group)
 
@@ -106,10 +107,10 @@ def test_forward_mode_is_refused() -> None:
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @on_ranks(2)
 def test_vmap_and_function_transforms() -> None:
-    """What docs/ops.md says of ``torch.vmap`` and ``torch.func``."""
+    """``torch.vmap`` and ``torch.func`` behave as docs/ops.md describes."""
     x, w = torch.arange(24.0).view(2, 4, 3), torch.ones(3, 3)
     with fresh_group() as group:
-        workspace = faults.workspace_of(group)
+        workspace = faults.get_workspace(group)
         for op in (
             lambda x: tpkernels.all_gather(x, group),
             lambda x: tpkernels.reduce_scatter(x, group),
@@ -117,14 +118,14 @@ def test_vmap_and_function_transforms() -> None:
             lambda x: tpkernels.matmul_reduce_scatter(x, w, group),
             lambda x: tpkernels.matmul_all_reduce(x, w, group),
         ):
-            want = torch.stack([op(one) for one in x])
-            assert torch.equal(torch.vmap(op)(x), want), "vmap: not the results one by one"
+            expected = torch.stack([op(row) for row in x])
+            assert torch.equal(torch.vmap(op)(x), expected), "vmap: not the results one by one"
         epoch = workspace.epoch
-        for refused in (
+        for call in (
             lambda: torch.vmap(lambda x: tpkernels.all_gather_matmul(x, w, group))(x),
             lambda: torch.vmap(lambda x: tpkernels.all_reduce_(x, group))(x.clone()),
             lambda: torch.func.grad(lambda x: tpkernels.all_reduce(x, group).sum())(x),
         ):
             with pytest.raises(RuntimeError):
-                refused()
+                call()
         assert workspace.epoch == epoch, "something was sent"

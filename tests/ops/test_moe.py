@@ -1,4 +1,4 @@
-"""``moe_dispatch`` and ``moe_combine`` on real ranks, beside a loop over tokens in float64."""
+"""``moe_dispatch`` and ``moe_combine`` on real ranks, against a loop over tokens in float64."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support.cases import DTYPES, QUICK_WORLDS, RanksFixture, uneven_splits
-from tests.support.cuda_rehearsal import pretending
-from tests.support.faults import workspace_of
+from tests.support.cuda_rehearsal import cuda_code_path
+from tests.support.faults import get_workspace
 from tests.support.ranked import (
     SMALLEST_WORKSPACE,
+    collect_messages,
     fresh_group,
-    messages_of,
     on_ranks,
     report_cases,
 )
@@ -30,7 +30,7 @@ Router = Callable[[int, int, int, torch.Generator], torch.Tensor]
 
 
 def any_experts(tokens: int, k: int, experts: int, generator: torch.Generator) -> torch.Tensor:
-    """Also the same one several times, and none for some experts."""
+    """Route at random. A token may use an expert several times, and some experts get no tokens."""
     return torch.randint(experts, (tokens, k), generator=generator)
 
 
@@ -40,7 +40,10 @@ def one_expert(tokens: int, k: int, experts: int, generator: torch.Generator) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A layer whose expert e multiplies by e + 1. ``sizes``: tokens of each rank, None for 5."""
+    """A layer in which expert e multiplies by e + 1.
+
+    ``sizes``: tokens of each rank. By default every rank has 5 tokens.
+    """
 
     sizes: tuple[int, ...] | None = None
     width: int = 37
@@ -55,9 +58,9 @@ class Case:
     max_rows: int | None = None
 
 
-def of_rank(case: Case, rank: int, world: int) -> tuple[torch.Tensor, ...]:
-    """x, topk_ids, topk_weights and the gradient of the result on a rank; all that is a function of
-    them is exact in bf16 if they are integers."""
+def make_rank_inputs(case: Case, rank: int, world: int) -> tuple[torch.Tensor, ...]:
+    """Return x, topk_ids, topk_weights and the output gradient of a rank. With integers, all
+    results are exact in bf16."""
     sizes, generator = case.sizes or (5,) * world, torch.Generator().manual_seed(rank)
     shape = (sizes[rank], case.width)
     ids = case.route(sizes[rank], case.k, case.experts, generator)
@@ -69,88 +72,91 @@ def of_rank(case: Case, rank: int, world: int) -> tuple[torch.Tensor, ...]:
 
 
 def failure(case: Case, group: dist.ProcessGroup) -> str | None:
-    """What is wrong with the rows, the result or a gradient."""
+    """Describe wrong rows, a wrong result or a wrong gradient, or return None."""
     rank, world = group.rank(), group.size()
-    everyone = [of_rank(case, other, world) for other in range(world)]
-    x, ids, weights, grad = everyone[rank]
+    inputs = [make_rank_inputs(case, peer, world) for peer in range(world)]
+    x, ids, weights, grad = inputs[rank]
     weights = weights.to(accumulator(case.dtype))
     if case.strided:
-        dense = torch.contiguous_format  # also where all strides of a tensor's shape are
-        x, ids, weights = (t.t().clone(memory_format=dense).t() for t in (x, ids, weights))
+        contiguous = torch.contiguous_format  # the default would keep the strides
+        x, ids, weights = (t.t().clone(memory_format=contiguous).t() for t in (x, ids, weights))
     x, weights = x.detach().requires_grad_(), weights.requires_grad_()
 
     def layer() -> tuple[torch.Tensor, ...]:
-        given = x, ids.to(case.ids), weights, case.experts, group
+        args = x, ids.to(case.ids), weights, case.experts, group
         options = {"shard_sizes": case.sizes, "max_rows": case.max_rows}
-        rows, counts, handle = tpkernels.moe_dispatch(*given, **options, algorithm=case.algorithm)
+        rows, counts, handle = tpkernels.moe_dispatch(*args, **options, algorithm=case.algorithm)
         first = sum(shard_sizes(case.experts, world)[:rank])
         factors = torch.arange(first + 1, first + 1 + len(counts)).repeat_interleave(counts)
         factors = torch.nn.functional.pad(factors, (0, len(rows) - len(factors)), value=7)
-        made = rows * factors[:, None].to(case.dtype)
-        return rows, counts, tpkernels.moe_combine(made, handle, algorithm=case.algorithm)
+        expert_outputs = rows * factors[:, None].to(case.dtype)
+        return rows, counts, tpkernels.moe_combine(expert_outputs, handle, algorithm=case.algorithm)
 
     rows, counts, y = layer()
-    all_x, all_ids = (torch.cat([each[i] for each in everyone]) for i in (0, 1))
+    all_x, all_ids = (torch.cat([tensors[i] for tensors in inputs]) for i in (0, 1))
     order = all_ids.flatten().argsort(stable=True)
-    held = shard_sizes(case.experts, world)
+    experts_per_rank = shard_sizes(case.experts, world)
     all_counts = all_ids.flatten().bincount(minlength=case.experts)
-    where = slice(*(int(all_counts[: sum(held[:r])].sum()) for r in (rank, rank + 1)))
-    wanted_rows = all_x[order[where] // case.k]
+    local = slice(*(int(all_counts[: sum(experts_per_rank[:r])].sum()) for r in (rank, rank + 1)))
+    expected_rows = all_x[order[local] // case.k]
     if case.max_rows is not None:
-        padding = (0, 0, 0, case.max_rows - len(wanted_rows))
-        wanted_rows = torch.nn.functional.pad(wanted_rows, padding)
-    if not torch.equal(rows, wanted_rows):
+        padding = (0, 0, 0, case.max_rows - len(expected_rows))
+        expected_rows = torch.nn.functional.pad(expected_rows, padding)
+    if not torch.equal(rows, expected_rows):
         return f"{case} on rank {rank}: other rows"
-    if not torch.equal(counts, all_counts.split(held)[rank]):
+    if not torch.equal(counts, all_counts.split(experts_per_rank)[rank]):
         return f"{case} on rank {rank}: counts {counts.tolist()}"
     if not torch.equal(layer()[2], y):
         return f"{case} on rank {rank}: another result the second time"
     factors = (ids + 1)[..., None].double() * weights.detach()[..., None].double()
     exact = (factors * x.detach()[:, None].double()).sum(1)
     grads = torch.autograd.grad(y, (x, weights), grad)
-    wanted = [
+    all_expected = [
         exact,
         (factors * grad[:, None].double()).sum(1),
         (ids + 1) * (x.detach().double() * grad.double()).sum(1, keepdim=True),
     ]
-    for name, got, want in zip(("y", "grad_x", "grad_weights"), (y, *grads), wanted, strict=True):
-        error = (got.double() - want).abs()
+    for name, result, expected in zip(
+        ("y", "grad_x", "grad_weights"), (y, *grads), all_expected, strict=True
+    ):
+        error = (result.double() - expected).abs()
         eps = torch.finfo(case.dtype).eps * (case.experts + case.width) * 4
-        if (error > (0 if case.integers else eps)).any() or got.shape != want.shape:
-            return f"{case} on rank {rank}: {name} is {got.tolist()}, not {want.tolist()}"
+        if (error > (0 if case.integers else eps)).any() or result.shape != expected.shape:
+            return f"{case} on rank {rank}: {name} is {result.tolist()}, not {expected.tolist()}"
     return None
 
 
 def test_every_dtype_by_every_algorithm(ranks: RanksFixture, world: int) -> None:
-    every = itertools.product(
+    combinations = itertools.product(
         (*DTYPES, torch.float64), ALGORITHMS, (torch.int32, torch.int64), (False, True)
     )
-    cases = [Case(dtype=d, algorithm=a, ids=i, integers=b) for d, a, i, b in every]
+    cases = [Case(dtype=d, algorithm=a, ids=i, integers=b) for d, a, i, b in combinations]
     report_cases(ranks(world), failure, cases)
 
 
 def shapes(world: int) -> Iterator[Case]:
     for experts, k in itertools.product((1, 3, 8, 64), (1, 2, 8)):
         yield Case(experts=experts, k=k)
-        most = 5 * world * k  # all routes
-        yield Case(experts=experts, k=k, max_rows=most + experts)
-        one = Case(experts=experts, k=k, route=one_expert, width=64, dtype=torch.bfloat16)
-        yield from (one, replace(one, max_rows=most))
+        max_rows = 5 * world * k  # capacity for all assignments
+        yield Case(experts=experts, k=k, max_rows=max_rows + experts)
+        single_expert = Case(experts=experts, k=k, route=one_expert, width=64, dtype=torch.bfloat16)
+        yield from (single_expert, replace(single_expert, max_rows=max_rows))
     for sizes in [*uneven_splits(7, world), (0,) * world]:
         yield Case(sizes=tuple(sizes), strided=True)
         yield Case(sizes=tuple(sizes), width=1, experts=2, k=1, strided=True)
 
 
 def test_experts_and_tokens_of_any_number(ranks: RanksFixture, world: int) -> None:
-    """Fewer experts than ranks, empty ones, all tokens to one, and ranks without tokens."""
+    """Fewer experts than ranks, experts without tokens, all tokens on one expert, and ranks without
+    tokens."""
     cases = [replace(c, algorithm=a) for c in shapes(world) for a in ALGORITHMS[1:]]
     report_cases(ranks(world), failure, cases)
 
 
 @pytest.mark.thorough
 def test_chunks_through_a_small_workspace(ranks: RanksFixture, world: int) -> None:
-    """Several chunks (csrc/host/collectives.cpp), and rows too wide for one, which go another
-    way."""
+    """Several chunks (csrc/host/collectives.cpp), and rows wider than a chunk, which use a
+    different code path."""
     *_, sizes = uneven_splits(301, world)
     cases = [Case(sizes=sizes, width=width, k=3) for width in (100, 1000, 9000)]
     report_cases(ranks(world), failure, cases, workspace_bytes=SMALLEST_WORKSPACE)
@@ -159,9 +165,9 @@ def test_chunks_through_a_small_workspace(ranks: RanksFixture, world: int) -> No
 
 
 @on_ranks(2)
-def test_on_the_way_of_cuda_tensors() -> None:
-    """Whose gathers take no integers."""
-    with pretending(), fresh_group() as group:
+def test_code_path_of_cuda_tensors() -> None:
+    """Dispatch with int32 and int64 ids. The gathers of CUDA tensors do not support integers."""
+    with cuda_code_path(), fresh_group() as group:
         cases = [Case(ids=ids, sizes=(3, 0)) for ids in (torch.int32, torch.int64)]
         assert [failure(case, group) for case in cases] == [None, None]
 
@@ -173,29 +179,29 @@ def test_without_shared_memory(ranks: RanksFixture, world: int) -> None:
 
 
 def bits_job(world: int, width: int = 100) -> torch.Tensor:
-    """All tokens' results of random data, where all ranks together have 12."""
+    """Return the results of 12 random tokens, which the ranks share. All algorithms must agree."""
     rank, generator = dist.get_rank(), torch.Generator().manual_seed(0)
     x = torch.randn(12, width, generator=generator)
     ids = torch.randint(8, (12, 4), generator=generator)
     weights = torch.rand(12, 4, generator=generator)
-    found = []
+    results = []
     with fresh_group() as group:
         for algorithm in ALGORITHMS:
-            mine = (part.split(12 // world)[rank] for part in (x, ids, weights))
-            rows, _, handle = tpkernels.moe_dispatch(*mine, 8, group, algorithm=algorithm)
+            local = (tensor.split(12 // world)[rank] for tensor in (x, ids, weights))
+            rows, _, handle = tpkernels.moe_dispatch(*local, 8, group, algorithm=algorithm)
             y = tpkernels.moe_combine(rows.cos(), handle, algorithm=algorithm)
-            found.append(tpkernels.all_gather(y, group))
-    assert all(torch.equal(found[0], other) for other in found)
-    return found[0]
+            results.append(tpkernels.all_gather(y, group))
+    assert all(torch.equal(results[0], result) for result in results)
+    return results[0]
 
 
-def test_the_same_bits_on_any_number_of_ranks(ranks: RanksFixture) -> None:
-    alone, *others = (ranks(world).run(bits_job, world)[0] for world in (1, 2, 3))
-    assert all(torch.equal(alone, other) for other in others)
+def test_results_do_not_depend_on_the_world_size(ranks: RanksFixture) -> None:
+    single, *results = (ranks(world).run(bits_job, world)[0] for world in (1, 2, 3))
+    assert all(torch.equal(single, result) for result in results)
 
 
 def delayed_job(algorithm: str = "auto", **broken: bool) -> int:
-    """How many of some calls, with delays before their words and waits, have wrong results."""
+    """Return the number of calls with wrong results, with delays before signals and waits."""
     (rank, world), wrong, ops = (dist.get_rank(), dist.get_world_size()), 0, torch.ops.tpkernels
     with fresh_group() as group:
         for call in range(21):
@@ -209,39 +215,39 @@ def delayed_job(algorithm: str = "auto", **broken: bool) -> int:
             first = int((routes < sum(shard_sizes(8, world)[:rank])).sum())
             source = order[first : first + len(rows)] // 2 // 6 + 1.0
             wrong += not (torch.equal(rows[:, 0], call * source) and torch.equal(y, 2 * x + 2))
-            if call == 0:  # which has set the group up
-                workspace_of(group).set_chaos(seed=rank + 1, max_delay_us=1000, **broken)
-        dist.barrier()  # who skips waits may be ahead, and would end the group for the others
+            if call == 0:  # the first call has set up the group
+                get_workspace(group).set_chaos(seed=rank + 1, max_delay_us=1000, **broken)
+        dist.barrier()  # a rank that skips waits may be ahead, and must not end the group yet
     return wrong
 
 
 @pytest.mark.parametrize("broken", [{}, {"single_buffer": True}], ids=str)
 def test_delays_and_a_negative_control(ranks: RanksFixture, broken: dict[str, bool]) -> None:
-    tries = range(10 if broken else 1)  # what is spoilt depends on who runs when
+    tries = range(10 if broken else 1)  # failures depend on timing
     wrong = (sum(ranks(3).run(delayed_job, timeout=60, **broken)) for _ in tries)
     assert any(wrong) == bool(broken)
 
 
 @on_ranks(3)
 def test_peers_read_a_symmetric_tensor_in_place() -> None:
-    """And it is the user's again when the call returns, on whichever rank."""
+    """Each rank overwrites the tensor as soon as its call returns."""
     rank, routes = dist.get_rank(), torch.arange(18).view(9, 2) % 3
     with fresh_group() as group:
         x = tpkernels.empty(3, 50, group=group)
         x.fill_(0)
         torch.ops.tpkernels.moe_dispatch(x, routes, 3, group.group_name)
-        workspace_of(group).set_chaos(seed=rank + 1, max_delay_us=2000)
+        get_workspace(group).set_chaos(seed=rank + 1, max_delay_us=2000)
         for call in range(1, 11):
             x.copy_((torch.arange(3) + 3 * rank + 9 * call)[:, None].expand(3, 50))
             rows, _ = torch.ops.tpkernels.moe_dispatch(x, routes, 3, group.group_name)
             x.fill_(-1)
-            wanted = 9 * call + (routes == rank).nonzero()[:, 0]
-            assert torch.equal(rows, wanted[:, None].expand(6, 50).float()), (call, rows[:, 0])
+            expected = 9 * call + (routes == rank).nonzero()[:, 0]
+            assert torch.equal(rows, expected[:, None].expand(6, 50).float()), (call, rows[:, 0])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaled:
-    """Rows of fp8 of any bytes, with ``scales`` a row."""
+    """fp8 rows of random bytes, with ``scales`` scales per row."""
 
     scales: int
     dtype: torch.dtype = torch.float8_e4m3fn
@@ -250,39 +256,39 @@ class Scaled:
 
 
 def scaled_failure(case: Scaled, group: dist.ProcessGroup) -> str | None:
-    """Whether rows and their scales, which are bits, are those of their tokens, in order."""
+    """Describe an error in the bits or the order of the rows or their scales, or return None."""
     (rank, world), generator = (group.rank(), group.size()), torch.Generator().manual_seed(0)
     tokens, columns = 4 * world, 128 * max(2, case.scales)
     data = torch.randint(256, (tokens, columns), generator=generator, dtype=torch.uint8)
     bits = torch.randint(-(2**31), 2**31, (tokens, case.scales), generator=generator)
     bits, ids = bits.int(), torch.randint(5, (tokens, 2), generator=generator)
-    mine = slice(4 * rank, 4 * rank + 4)
-    given = data[mine].view(case.dtype), ids[mine], torch.ones(4, 2), 5, group
-    scale_x, options = bits[mine].view(torch.float32), {"max_rows": case.max_rows}
+    local = slice(4 * rank, 4 * rank + 4)
+    args = data[local].view(case.dtype), ids[local], torch.ones(4, 2), 5, group
+    scale_x, options = bits[local].view(torch.float32), {"max_rows": case.max_rows}
     rows, counts, handle = tpkernels.moe_dispatch(
-        *given, scale_x=scale_x, algorithm=case.algorithm, **options
+        *args, scale_x=scale_x, algorithm=case.algorithm, **options
     )
     first = sum(shard_sizes(5, world)[:rank])
     order = ids.flatten().argsort(stable=True) // 2
     begin = int((ids < first).sum())
     source, scales = order[begin : begin + int(counts.sum())], handle.scales
     assert scales is not None and rows.dtype == case.dtype and len(rows) == len(scales)
-    found = rows.view(torch.uint8), scales.view(torch.int32)
+    results = rows.view(torch.uint8), scales.view(torch.int32)
     right = all(
-        torch.equal(got[: len(source)], want[source]) and not got[len(source) :].any()
-        for got, want in zip(found, (data, bits), strict=True)
+        torch.equal(result[: len(source)], expected[source]) and not result[len(source) :].any()
+        for result, expected in zip(results, (data, bits), strict=True)
     )
     if not right or (case.max_rows or len(source)) != len(rows):
         return f"{case} on rank {rank}: other rows or scales"
     return None
 
 
-def test_scales_travel_with_their_rows(ranks: RanksFixture, world: int) -> None:
+def test_scales_follow_their_rows(ranks: RanksFixture, world: int) -> None:
     cases = [
-        Scaled(scales=scales, algorithm=a, max_rows=most)
+        Scaled(scales=scales, algorithm=a, max_rows=max_rows)
         for scales in (1, 2, 3)
         for a in ALGORITHMS
-        for most in (None, 8 * world)
+        for max_rows in (None, 8 * world)
     ]
     cases += [Scaled(scales=1, dtype=torch.float8_e5m2)]
     report_cases(ranks(world), scaled_failure, cases)
@@ -290,43 +296,44 @@ def test_scales_travel_with_their_rows(ranks: RanksFixture, world: int) -> None:
 
 @on_ranks(2)
 def test_fp8_experts() -> None:
-    """Dispatched in fp8, multiplied, combined; beside float64, also in a compiled graph."""
+    """Dispatch in fp8, multiply and combine, eager and compiled, against float64."""
     torch.manual_seed(0)
     rank, ids, weights = dist.get_rank(), torch.randint(4, (6, 2)), torch.rand(6, 2)
     x, w = torch.randn(6, 256), torch.randn(4, 256, 40)
     scale_w = torch.rand(4, 2, 1)
     with fresh_group() as group:
-        here = slice(3 * rank, 3 * rank + 3)
-        blocks = x[here].view(3, 2, 128)
+        local = slice(3 * rank, 3 * rank + 3)
+        blocks = x[local].view(3, 2, 128)
         scale_x = blocks.abs().amax(2) / 448
         x8 = (blocks / scale_x[..., None]).view(3, 256).to(torch.float8_e4m3fn)
         w8 = w.to(torch.float8_e4m3fn)[2 * rank : 2 * rank + 2]
 
         def layer(x8: torch.Tensor, scale_x: torch.Tensor) -> torch.Tensor:
             rows, counts, handle = tpkernels.moe_dispatch(
-                x8, ids[here], weights[here], 4, group, scale_x=scale_x
+                x8, ids[local], weights[local], 4, group, scale_x=scale_x
             )
             assert handle.scales is not None
-            made = tpkernels.scaled_grouped_matmul(
+            outputs = tpkernels.scaled_grouped_matmul(
                 rows, w8, handle.scales, scale_w[2 * rank : 2 * rank + 2], counts
             )
-            return tpkernels.moe_combine(made, handle)
+            return tpkernels.moe_combine(outputs, handle)
 
         y = layer(x8, scale_x)
         with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
             compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
             assert torch.equal(compiled(x8, scale_x), y)
-        wide_x = x8.double() * scale_x.double().repeat_interleave(128, 1)
-        wide_w = w.to(torch.float8_e4m3fn).double() * scale_w.double().repeat_interleave(128, 1)
-        made = torch.einsum("tk,tjkn->tjn", wide_x, wide_w[ids[here]])
-        terms = made * weights[here][..., None].double()
+        fp64_x = x8.double() * scale_x.double().repeat_interleave(128, 1)
+        fp64_w = w.to(torch.float8_e4m3fn).double() * scale_w.double().repeat_interleave(128, 1)
+        outputs = torch.einsum("tk,tjkn->tjn", fp64_x, fp64_w[ids[local]])
+        terms = outputs * weights[local][..., None].double()
         bound = torch.finfo(torch.bfloat16).eps * (terms.abs().sum(1) + 1e-3)
         assert ((y.double() - terms.sum(1)).abs() <= bound).all()
 
 
 @on_ranks(2)
 def test_refusals_of_scales() -> None:
-    """Before anything is sent; ranks must agree on what the scales are of."""
+    """Wrong scales are refused before any data is sent, and so are different dtypes of scaled rows
+    on the ranks."""
     x, ids = torch.ones(3, 256).to(torch.float8_e4m3fn), torch.ones(3, 2, dtype=torch.int64)
     weights, good = torch.ones(3, 2), torch.ones(3, 1)
     with fresh_group() as group:
@@ -334,7 +341,7 @@ def test_refusals_of_scales() -> None:
         def attempt(x: torch.Tensor, scale: torch.Tensor | None) -> Callable[[], object]:
             return lambda: tpkernels.moe_dispatch(x, ids, weights, 8, group, scale_x=scale)
 
-        other = x if dist.get_rank() == 0 else x.float().to(torch.float8_e5m2)
+        different = x if dist.get_rank() == 0 else x.float().to(torch.float8_e5m2)
         calls = [
             attempt(x, torch.ones(3, 3)),
             attempt(x, torch.ones(2, 1)),
@@ -344,7 +351,7 @@ def test_refusals_of_scales() -> None:
             attempt(x, None),
             attempt(x, good.clone().requires_grad_()),
             attempt(x, good),
-            attempt(other, good),
+            attempt(different, good),
         ]
         patterns = [
             r"ValueError: scale_x has shape \[3, 3\]; it must be \[3, 1\] or \[3, 2\]",
@@ -357,20 +364,20 @@ def test_refusals_of_scales() -> None:
             r"nothing",
             r"CollectiveMismatchError",
         ]
-        for message, pattern in zip(messages_of(calls), patterns, strict=True):
+        for message, pattern in zip(collect_messages(calls), patterns, strict=True):
             assert re.match(pattern, message), message
 
 
-@pytest.mark.parametrize("other", ["tokens", "dtype"])
+@pytest.mark.parametrize("difference", ["tokens", "dtype"])
 @on_ranks(2)
-def test_ids_that_differ_between_ranks_are_a_mismatch(other: str) -> None:
-    """In number, and in int32 and int64 of as many bytes."""
+def test_ids_that_differ_between_ranks_are_a_mismatch(difference: str) -> None:
+    """The ids differ in number, or are int32 and int64 of equal size in bytes."""
     ids = torch.ones(6, 2, dtype=torch.int32)
     if dist.get_rank() == 1:
-        ids = ids[:5] if other == "tokens" else ids[:, :1].long()
+        ids = ids[:5] if difference == "tokens" else ids[:, :1].long()
     x, weights = torch.ones(len(ids), 8), torch.ones(ids.shape)
     with fresh_group() as group:
-        (message,) = messages_of([lambda: tpkernels.moe_dispatch(x, ids, weights, 4, group)])
+        (message,) = collect_messages([lambda: tpkernels.moe_dispatch(x, ids, weights, 4, group)])
     assert message.startswith("CollectiveMismatchError: "), message
     assert "pass shard_sizes with the tokens of each rank" in message
 
@@ -406,8 +413,8 @@ REFUSED = [
 
 @on_ranks(2)
 def test_refusals() -> None:
-    """An expert that there is not, on one rank, is an error on all, after which the group goes on;
-    so does one after every check of arguments."""
+    """An expert id out of range on one rank raises on all ranks. The group remains usable after
+    that, and after every failed argument check."""
     x, ids, weights = torch.ones(3, 4), torch.ones(3, 2, dtype=torch.int64), torch.ones(3, 2)
     above, below = ids.clone(), ids.clone()
     if dist.get_rank() == 1:
@@ -436,32 +443,32 @@ def test_refusals() -> None:
             lambda: dispatch(x, ids, weights, 8, group, max_rows=0),
             lambda: dispatch(x, ids, weights, 8, group, algorithm="ring"),
         ]
-        messages = messages_of(calls)
+        messages = collect_messages(calls)
         assert failure(Case(), group) is None
         handle = dispatch(x, ids, weights, 8, group)[2]
-        messages += messages_of([lambda: tpkernels.moe_combine(x[:1], handle)])
+        messages += collect_messages([lambda: tpkernels.moe_combine(x[:1], handle)])
         for message, pattern in zip(messages, REFUSED, strict=True):
             assert re.match(pattern, message), message
 
 
 @on_ranks(2)
-def test_calls_with_other_rows_are_planned_once() -> None:
+def test_calls_with_different_rows_share_a_plan() -> None:
     with fresh_group() as group:
-        known = []
+        plan_counts = []
         for seed in range(4):
             ids = torch.randint(8, (5, 2), generator=torch.Generator().manual_seed(seed))
             rows, _, handle = tpkernels.moe_dispatch(
                 torch.ones(5, 3), ids, torch.ones(5, 2), 8, group
             )
             tpkernels.moe_combine(rows, handle)
-            known.append(len(tpkernels.groups.get(group.group_name).planned_calls()))
-        assert known == [3] * 4  # with the gather of the ids
+            plan_counts.append(len(tpkernels.groups.get(group.group_name).planned_calls()))
+        assert plan_counts == [3] * 4  # includes the gather of the ids
 
 
 @on_ranks(2)
 def test_opcheck_and_compile() -> None:
-    """With dynamic shapes of outputs, which a dispatch has, there is no break in the graph."""
-    x, ids, weights, _ = of_rank(Case(integers=False), dist.get_rank(), 2)
+    """With dynamic output shapes enabled, a dispatch does not break the graph."""
+    x, ids, weights, _ = make_rank_inputs(Case(integers=False), dist.get_rank(), 2)
     with fresh_group() as group:
         routes, name = tpkernels.all_gather(ids, group), group.group_name
         ops, tests = torch.ops.tpkernels, ("test_schema", "test_autograd_registration")
@@ -477,11 +484,11 @@ def test_opcheck_and_compile() -> None:
             compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
             assert torch.equal(compiled(x, weights), eager)
 
-        def of_static_shape(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        def static_layer(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             rows, _, handle = tpkernels.moe_dispatch(x, ids, weights, 8, group, max_rows=20)
             return tpkernels.moe_combine(rows.view(20, -1).cos(), handle)
 
-        compiled = torch.compile(of_static_shape, fullgraph=True, backend="aot_eager")
+        compiled = torch.compile(static_layer, fullgraph=True, backend="aot_eager")
         assert torch.equal(compiled(x, weights), eager)
 
 

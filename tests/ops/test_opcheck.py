@@ -1,5 +1,8 @@
-"""The ops as torch sees them: ``torch.library.opcheck``, fake kernels, ``torch.compile``, of which
-training steps are one graph with the eager bits, and another M is no new graph."""
+"""The ops under ``torch.library.opcheck``, fake kernels and ``torch.compile``.
+
+Training steps compile to one graph, bitwise identical to eager, and a new M does not compile a new
+graph.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ Sample = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 def samples(name: str, rank: int, world: int) -> Iterator[Sample]:
-    """(op, arguments, options) of calls of every op on the group ``name``."""
+    """Yield (op, arguments, options) of calls of every op on the group ``name``."""
     torch.manual_seed(rank)
     x, w, w2 = torch.randn(6, 8), torch.randn(8, 5), torch.randn(8, 3)
     blocks = torch.randn(2, 6, 3, 8)
@@ -89,8 +92,8 @@ def scaled_samples(name: str, sizes: list[int], rank: int) -> Iterator[Sample]:
     fp8, one = torch.float8_e4m3fn, torch.ones([])
     x, w = torch.ones(2, 6, 32).to(fp8), torch.ones(5, 32).to(fp8).t()
     stack, counts = w.expand(2, 32, 5), torch.tensor([2, 4])
-    of_stack = (x[0], stack, torch.ones(6, 1), torch.ones(2, 1, 5), counts)
-    yield "scaled_grouped_matmul", of_stack, {"out_dtype": F32}
+    grouped_args = (x[0], stack, torch.ones(6, 1), torch.ones(2, 1, 5), counts)
+    yield "scaled_grouped_matmul", grouped_args, {"out_dtype": F32}
     uneven, blocks = torch.ones(sizes[rank], 32).to(fp8), torch.float8_e8m0fnu
     by_row, by_column = torch.ones(sizes[rank], 1), torch.ones(1, 5)
     gather = "all_gather_scaled_matmul"
@@ -110,10 +113,10 @@ def scaled_samples(name: str, sizes: list[int], rank: int) -> Iterator[Sample]:
 def test_opcheck(grads: bool) -> list[str]:
     failures = []
     with fresh_group() as group:
-        for op, *given in samples(group.group_name, group.rank(), group.size()):
+        for op, *call_args in samples(group.group_name, group.rank(), group.size()):
             if grads and ("scaled" in op or op == "all_reduce_"):
-                continue  # they have none
-            args, options = tree_map_only(torch.Tensor, leaf, given) if grads else given
+                continue  # these ops have no gradient
+            args, options = tree_map_only(torch.Tensor, leaf, call_args) if grads else call_args
             try:
                 tests = WITHOUT_SCHEMA if "scaled" in op else ALL_TESTS
                 overload = getattr(torch.ops.tpkernels, op).default
@@ -129,23 +132,28 @@ def leaf(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("world", [3, thorough(1), pytest.param(2, marks=pytest.mark.slow)])
 @on_ranks()
-def test_fake_kernels_foretell_the_results() -> None:
-    """Shapes, dtypes and strides are known without running anything."""
+def test_fake_kernels_predict_the_results() -> None:
+    """Fake kernels give the shapes, dtypes and strides of the results."""
     with fresh_group() as group:
         for op, args, options in samples(group.group_name, group.rank(), group.size()):
             call = getattr(torch.ops.tpkernels, op).default
             with FakeTensorMode(allow_non_fake_inputs=True) as mode:
                 fake = tree_map_only(torch.Tensor, mode.from_tensor, (args, options))
-                foretold = tree_leaves(call(*fake[0], **fake[1]))
-            got = tree_leaves(call(*args, **options))
-            for told, real in zip(foretold, got, strict=True):
-                if real is None:
+                predicted = tree_leaves(call(*fake[0], **fake[1]))
+            results = tree_leaves(call(*args, **options))
+            for prediction, result in zip(predicted, results, strict=True):
+                if result is None:
                     continue
-                want = (real.shape, real.dtype, real.stride())
-                assert (told.shape, told.dtype, told.stride()) == want, (op, options, told, want)
+                expected = (result.shape, result.dtype, result.stride())
+                assert (prediction.shape, prediction.dtype, prediction.stride()) == expected, (
+                    op,
+                    options,
+                    prediction,
+                    expected,
+                )
 
 
-# torch.compile, which also must see a collective as one node that it cannot drop or reorder.
+# torch.compile. A collective must be one node of the graph that torch cannot drop or reorder.
 
 _Step = Callable[..., torch.Tensor]
 
@@ -173,8 +181,8 @@ def _in_place(algorithm: str, group: GroupLike) -> _Step:
     def step(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         y = (x @ up).relu() @ down
         tpkernels.all_reduce_(y, group)
-        whole = tpkernels.all_gather(y, group, 1)
-        return tpkernels.reduce_scatter(whole, group, 1) + x
+        gathered = tpkernels.all_gather(y, group, 1)
+        return tpkernels.reduce_scatter(gathered, group, 1) + x
 
     return step
 
@@ -183,8 +191,8 @@ def _in_place(algorithm: str, group: GroupLike) -> _Step:
 @pytest.mark.parametrize("make", sweep([_mlp, _attention, _in_place]))
 @on_ranks(2, timeout=200)
 def test_compile(make: Callable[[str, GroupLike], _Step], dynamic: bool | None) -> None:
-    """The compiled function gives the eager one's bits, for several M; with ``dynamic`` None, M is
-    marked as dynamic."""
+    """The compiled function is bitwise identical to eager for several M. If ``dynamic`` is None, M
+    is marked as dynamic."""
     torch._dynamo.reset()
     graphs = 0
 
@@ -203,17 +211,17 @@ def test_compile(make: Callable[[str, GroupLike], _Step], dynamic: bool | None) 
             compiled = torch.compile(step, fullgraph=True, backend=count, dynamic=dynamic)
             for m in (4, 6, 9):
                 x = torch.randn(m, 8)
-                want = step(x, up, down)
+                eager = step(x, up, down)
                 if dynamic is None:
                     torch._dynamo.mark_dynamic(x, 0)
-                assert torch.equal(compiled(x, up, down), want), (algorithm, m, dynamic)
+                assert torch.equal(compiled(x, up, down), eager), (algorithm, m, dynamic)
             expected = 3 if dynamic is False else 1
             assert graphs == expected, (algorithm, dynamic, graphs, expected)
 
 
 @on_ranks(1)
-def test_each_op_has_its_own_limit_of_graphs() -> None:
-    """Ops with shapes of their own, together more than dynamo allows one function."""
+def test_each_op_has_a_separate_limit_of_graphs() -> None:
+    """In total, the ops have more shapes than dynamo allows for one function."""
     torch._dynamo.reset()
     with fresh_group() as group:
         for op in (tpkernels.all_reduce, tpkernels.all_gather, tpkernels.reduce_scatter):
@@ -223,7 +231,7 @@ def test_each_op_has_its_own_limit_of_graphs() -> None:
                 assert torch.equal(compiled(x, group.group_name, algorithm="unfused"), x)
 
 
-# Training, compiled.
+# Compiled training.
 
 
 def sequence_step(group: dist.ProcessGroup, save_gathered: bool) -> _Step:
@@ -238,16 +246,16 @@ def sequence_step(group: dist.ProcessGroup, save_gathered: bool) -> _Step:
 
 def replicated_step(group: dist.ProcessGroup, save_gathered: bool) -> _Step:
     def step(x: torch.Tensor, up: torch.Tensor, gate: torch.Tensor, down: torch.Tensor) -> Any:
-        whole = tpkernels.all_gather(x, group)
-        y = tpkernels.matmul_all_reduce((whole @ up.t()).relu(), down.t(), group)
-        z = tpkernels.all_reduce(y * (whole @ gate.t()).sum(), group)
+        gathered = tpkernels.all_gather(x, group)
+        y = tpkernels.matmul_all_reduce((gathered @ up.t()).relu(), down.t(), group)
+        z = tpkernels.all_reduce(y * (gathered @ gate.t()).sum(), group)
         return tpkernels.reduce_scatter(y + z, group)
 
     return step
 
 
 def _trained(step: _Step, x: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor]:
-    leaves = [one.clone().requires_grad_() for one in (x, *weights)]
+    leaves = [tensor.clone().requires_grad_() for tensor in (x, *weights)]
     y = step(*leaves)
     return [y.detach(), *torch.autograd.grad((y**2).sum(), leaves)]
 
@@ -262,13 +270,13 @@ def _trained(step: _Step, x: torch.Tensor, weights: list[torch.Tensor]) -> list[
     ],
 )
 @on_ranks(2, timeout=280)
-def test_training_in_one_graph_has_the_eager_bits(
+def test_training_in_one_graph_is_bitwise_identical_to_eager(
     make: Callable[[dist.ProcessGroup, bool], _Step],
     save_gathered: bool,
     backend: str,
     autocast: bool,
 ) -> list[str]:
-    """The second M makes it dynamic; none after it compiles again."""
+    """The second M makes the graph dynamic. The third M does not compile again."""
     failures = []
     torch._dynamo.reset()
     counters.clear()
@@ -279,10 +287,12 @@ def test_training_in_one_graph_has_the_eager_bits(
         compiled = torch.compile(step, fullgraph=True, backend=backend)
         for m in (4, 6, 9):
             x = torch.randn(m, 8)
-            want, got = _trained(step, x, weights), _trained(compiled, x, weights)
-            # inductor fuses what lies between the ops, and may round differently there
-            near = torch.equal if backend == "aot_eager" else torch.allclose
-            failures += [f"M={m}: result {i}" for i in range(5) if not near(got[i], want[i])]
+            expected, results = _trained(step, x, weights), _trained(compiled, x, weights)
+            # inductor fuses the code between the ops, and may round differently
+            equal = torch.equal if backend == "aot_eager" else torch.allclose
+            failures += [
+                f"M={m}: result {i}" for i in range(5) if not equal(results[i], expected[i])
+            ]
         graphs = counters["stats"]["unique_graphs"]
         breaks = sum(counters["graph_break"].values())
         assert 1 <= graphs <= 2 and not breaks, f"{graphs} graphs, {breaks} breaks"

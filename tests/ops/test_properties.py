@@ -1,5 +1,5 @@
-"""Every op on calls that nobody thought of: any shape, dim, split, dtype, layout and option, by
-every algorithm that can, against float64 (ops/reference.py)."""
+"""Every op on generated calls: any shape, dim, split, dtype, layout and option, by every algorithm
+that supports them, against float64 (ops/reference.py)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from tpkernels.planning.op_spec import OPS
 LAYOUTS = ("plain", "transposed", "sliced", "offset", "symmetric", "symmetric_end", "mixed")
 WEIGHT_LAYOUTS = ("plain", "linear", "sliced", "offset")
 
-# Examples follow from the strategies alone: the same ones in every run.
-# The ranks go on from example to example.
-each_example = settings(
+# Examples depend only on the strategies, so all runs use the same examples. The ranks stay alive
+# between examples.
+example_settings = settings(
     max_examples=30,
     derandomize=True,
     deadline=None,
@@ -35,27 +35,28 @@ each_example = settings(
 )
 
 Draw = st.DrawFn
-Example = tuple[int, Case]  # a number of ranks, and a call on them
+Example = tuple[int, Case]  # world size and call
 
 
-def _dims(draw: Draw, least: int) -> list[int]:
-    """Sizes of dims: small, but for one that may need several vectors or panels."""
+def _dims(draw: Draw, min_dims: int) -> list[int]:
+    """Draw the sizes of dims. One dim may be large and need several vectors or panels."""
     size = st.one_of(st.integers(1, 9), st.sampled_from([16, 17, 31, 64, 65, 129, 300]))
-    dims = draw(st.lists(st.integers(1, 4), min_size=least, max_size=4))
+    dims = draw(st.lists(st.integers(1, 4), min_size=min_dims, max_size=4))
     if dims:
         dims[draw(st.integers(0, len(dims) - 1))] = draw(size)
     return dims
 
 
 def _split(draw: Draw, world: int, dims: list[int]) -> tuple[int, tuple[int, ...] | None]:
-    """Replaces a dim's size by a sum of shards; (dim, shards or None where they are equal)."""
+    """Split a dim into shards and update its size. Return (dim, shard sizes), or (dim, None) for
+    equal shards."""
     dim = draw(st.integers(0, len(dims) - 1))
     if draw(st.booleans()):
         dims[dim] *= world
         return dim, None
     shard = st.one_of(st.just(0), st.integers(0, 9), st.just(33))
     sizes = draw(st.lists(shard, min_size=world, max_size=world))
-    sizes[draw(st.integers(0, world - 1))] += 1  # nothing at all is a case of its own
+    sizes[draw(st.integers(0, world - 1))] += 1  # fully empty tensors have a separate test
     dims[dim] = sum(sizes)
     return dim, tuple(sizes)
 
@@ -66,7 +67,7 @@ def _out_dtype(draw: Draw) -> torch.dtype | None:
 
 @st.composite
 def examples(draw: Draw, op: str) -> Example:
-    """Calls of an op: of a sum with an epilogue, of a gather with several weights."""
+    """Draw a call of an op. Reductions may have an epilogue, and gathers several weights."""
     world, dtype, spec = draw(st.sampled_from(WORLDS)), draw(st.sampled_from(DTYPES)), OPS[op]
     dims = _dims(draw, 2 if spec.has_matmul else 0 if spec.keeps_sum else 1)
     dim, sizes = (0, None) if spec.keeps_sum else _split(draw, world, dims)
@@ -106,12 +107,16 @@ def examples(draw: Draw, op: str) -> Example:
     )
 
 
-def by_every_algorithm(case: Case) -> list[Case]:
-    """The case by each algorithm that can run it."""
+def with_every_algorithm(case: Case) -> list[Case]:
+    """Return the case for each algorithm that supports it."""
     algorithms = MATMUL_ALGORITHMS if "matmul" in case.op else COLLECTIVE_ALGORITHMS
     along_k = case.op == "all_gather_matmul" and case.dim == len(case.shape) - 1
-    ways = [way for way in algorithms if not (along_k and way in ("ring", "pipelined"))]
-    return [replace(case, algorithm=way) for way in ways]
+    supported = [
+        algorithm
+        for algorithm in algorithms
+        if not (along_k and algorithm in ("ring", "pipelined"))
+    ]
+    return [replace(case, algorithm=algorithm) for algorithm in supported]
 
 
 NAMES = ("all_reduce", "all_gather", "reduce_scatter")
@@ -119,8 +124,8 @@ NAMES += ("matmul_all_reduce", "all_gather_matmul", "matmul_reduce_scatter")
 
 
 @pytest.mark.parametrize("op", sweep(NAMES, 0, 2))
-@each_example
+@example_settings
 @given(data=st.data())
 def test_any_call_by_every_algorithm(ranks: RanksFixture, op: str, data: st.DataObject) -> None:
     world, case = data.draw(examples(op))
-    run_cases(ranks, world, by_every_algorithm(case), SMALLEST_WORKSPACE)
+    run_cases(ranks, world, with_every_algorithm(case), SMALLEST_WORKSPACE)

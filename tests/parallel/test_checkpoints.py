@@ -1,5 +1,5 @@
-"""Slices of tensors in files have exactly the values of the whole tensor's slices; a GGUF file's
-configuration is that of transformers."""
+"""Slices read from checkpoint files are bitwise identical to slices of the full tensor. The
+configuration of a GGUF file matches transformers."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
-MANY = 1500  # more entries than a configuration has
+MANY = 1500  # vocabulary size above the array length that is copied from GGUF metadata
 
 
-def test_a_file_that_is_cut_off_after_it_was_opened(tmp_path: Path) -> None:
+def test_a_file_truncated_after_opening(tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     safetensors.save_file({"w": torch.ones(4, 4)}, path)
-    stored = checkpoints._tensors_of(path)["w"]
+    stored = checkpoints._tensors_in_file(path)["w"]
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - 4)
     with pytest.raises(ValueError, match=r"w.safetensors is damaged or truncated"):
         stored.read(Box.full((4, 4)), torch.empty(4, 4))
 
 
-def tensors_of(path: Path) -> Iterator[tuple[str, StoredTensor]]:
-    """The tensors of a GGUF file, to be read in chunks that end within a head, and in one."""
+def iterate_tensors(path: Path) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the tensors of a GGUF file, read in chunks that end within a head, then unchunked."""
     checkpoint = open_checkpoint(path)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(checkpoint.config())
@@ -56,11 +56,11 @@ def tensors_of(path: Path) -> Iterator[tuple[str, StoredTensor]]:
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q4_1"])
-def test_gguf_is_read_as_transformers_reads_it(tmp_path: Path, kind: str) -> None:
+def test_gguf_values_match_transformers(tmp_path: Path, kind: str) -> None:
     path = hf_folders.gguf_file(tmp_path / "model.gguf", kind)
     expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name)
     weights, read = expected.state_dict(), set()
-    for name, tensor in tensors_of(tmp_path):
+    for name, tensor in iterate_tensors(tmp_path):
         box = Box(tuple(n // 3 for n in tensor.shape), tuple(n // 2 for n in tensor.shape))
         out = torch.empty(box.shape)
         tensor.read(box, out)
@@ -73,20 +73,21 @@ def test_gguf_is_read_as_transformers_reads_it(tmp_path: Path, kind: str) -> Non
     ("kind", "group"),
     [("Q8_0", 32), ("Q5_0", 32), ("Q4_0", 32), ("IQ4_NL", 32), ("Q6_K", 16), ("Q4_1", 0)],
 )
-def test_integers_of_gguf_are_those_that_it_decodes(tmp_path: Path, kind: str, group: int) -> None:
-    """Also of heads whose halves are interleaved; whole groups alone."""
-    for name, tensor in tensors_of(hf_folders.gguf_file(tmp_path / "model.gguf", kind)):
+def test_gguf_integers_times_scales(tmp_path: Path, kind: str, group: int) -> None:
+    """Integers times scales equal the decoded values, also for heads with interleaved halves. Only
+    boxes of complete groups return integers."""
+    for name, tensor in iterate_tensors(hf_folders.gguf_file(tmp_path / "model.gguf", kind)):
         if len(tensor.shape) != 2:
             assert tensor.integers is None, name
             continue
         rows, columns = tensor.shape
         box = Box((rows // 3, 32), (rows // 2, columns - 32))
-        parts = tensor.read_integers(box)
+        result = tensor.read_integers(box)
         if group == 0:
-            assert parts is None
+            assert result is None
             continue
-        assert parts is not None
-        integers, scales = parts
+        assert result is not None
+        integers, scales = result
         assert integers.dtype == torch.int8 and scales.dtype == torch.float32
         assert scales.shape == (rows // 2, (columns - 32) // group)
         values = torch.empty(box.shape)
@@ -97,12 +98,12 @@ def test_integers_of_gguf_are_those_that_it_decodes(tmp_path: Path, kind: str, g
             assert tensor.read_integers(Box((0, begin), (rows, count))) is None
 
 
-@pytest.mark.parametrize(("vocabulary", "names_size"), [(MANY, False), (47, True)])
+@pytest.mark.parametrize(("vocabulary", "write_vocab_size"), [(MANY, False), (47, True)])
 def test_the_configuration_of_a_gguf_file_is_read_without_its_vocabulary(
-    tmp_path: Path, vocabulary: int, names_size: bool
+    tmp_path: Path, vocabulary: int, write_vocab_size: bool
 ) -> None:
     path = hf_folders.gguf_file(
-        tmp_path / "model.gguf", "Q8_0", vocabulary=vocabulary, names_size=names_size
+        tmp_path / "model.gguf", "Q8_0", vocabulary=vocabulary, write_vocab_size=write_vocab_size
     )
     expected = transformers.AutoConfig.from_pretrained(tmp_path, gguf_file=path.name)
     checkpoint = GGUFCheckpoint(path)
@@ -110,15 +111,15 @@ def test_the_configuration_of_a_gguf_file_is_read_without_its_vocabulary(
     assert config.to_dict() == expected.to_dict()
     assert config.vocab_size == vocabulary
     assert config.name_or_path == expected.name_or_path
-    with checkpoint._without_vocabulary() as small:
+    with checkpoint._metadata_copy() as small:
         assert small.stat().st_size < 4096
-        assert small.parent == Path("/proc/self/fd")  # nothing that a killed rank would leave
+        assert small.parent == Path("/proc/self/fd")  # a memfd, so a killed rank leaves no file
     assert not small.exists()
 
 
-def test_which_tensors_of_a_folder_are_read(tmp_path: Path) -> None:
-    """Those that the index names, in the widest of their dtypes; as in transformers, one file goes
-    before an index."""
+def test_tensors_listed_in_the_index_are_read(tmp_path: Path) -> None:
+    """The widest dtype of the listed tensors is the model dtype. A single file has precedence over
+    an index, as in transformers."""
     tensors = {"a": torch.ones(2, dtype=torch.bfloat16), "b": torch.ones(2)}
     others = {"c": torch.ones(2, dtype=torch.complex64)}
     safetensors.save_file(tensors | others, tmp_path / "x.safetensors")
@@ -136,7 +137,7 @@ def test_which_tensors_of_a_folder_are_read(tmp_path: Path) -> None:
     assert out.tolist() == [2, 2]
 
 
-def test_what_is_not_supported(tmp_path: Path) -> None:
+def test_unsupported_gguf_files(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(path, "llama", endianess=gguf.GGUFEndian.BIG)
     writer.write_header_to_file()
@@ -157,36 +158,36 @@ def test_what_is_not_supported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("small_first", [False, True])
 def test_split_gguf_files(tmp_path: Path, small_first: bool) -> None:
-    """As `llama-gguf-split` writes them: only the first has the metadata of the model. All are
-    refused with the same text, which names the command that merges them, also after a change of the
-    name, and also when only the tokenizer is read."""
+    """Write files like `llama-gguf-split`: only the first contains the metadata of the model. Each
+    file, also after a rename, is refused with the merge command in the message. So is a read of the
+    tokenizer."""
     writer = partial(gguf.GGUFWriter, split_max_tensors=8, small_first_shard=small_first)
     with mock.patch.object(gguf, "GGUFWriter", writer):
         hf_folders.gguf_file(tmp_path / "model.gguf", "F16")
     count = 4 if small_first else 3
-    parts = sorted(tmp_path.iterdir())
-    assert [part.name for part in parts] == [
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == [
         f"model-{i + 1:05}-of-{count:05}.gguf" for i in range(count)
     ]
     (tmp_path / "other").mkdir()
-    renamed = [shutil.copy(part, tmp_path / "other" / f"{i}.gguf") for i, part in enumerate(parts)]
-    for place in (*parts, *renamed, tmp_path):
-        text = (
-            f"{parts[0] if place == tmp_path else place} belongs to a GGUF model that is split "
+    renamed = [shutil.copy(file, tmp_path / "other" / f"{i}.gguf") for i, file in enumerate(files)]
+    for source in (*files, *renamed, tmp_path):
+        message = (
+            f"{files[0] if source == tmp_path else source} belongs to a GGUF model that is split "
             f"into {count} files; merge them with `llama-gguf-split --merge FIRST_FILE OUTPUT` "
             "(llama.cpp), and pass OUTPUT"
         )
-        with pytest.raises(NotImplementedError) as caught:
-            open_checkpoint(place).config()
-        assert str(caught.value) == text
-        if place != renamed[0]:  # which has a tokenizer
-            with pytest.raises(UsageError) as told:
-                load_tokenizer(place)
-            assert str(told.value) == text
+        with pytest.raises(NotImplementedError) as refusal:
+            open_checkpoint(source).config()
+        assert str(refusal.value) == message
+        if source != renamed[0]:  # the renamed first file still contains the tokenizer
+            with pytest.raises(UsageError) as usage_error:
+                load_tokenizer(source)
+            assert str(usage_error.value) == message
 
 
-def test_a_merged_gguf_file_with_the_name_of_a_part(tmp_path: Path) -> None:
-    """The metadata of the file decides, not its name."""
+def test_a_merged_gguf_file_named_like_a_split_file(tmp_path: Path) -> None:
+    """The metadata decides whether a file is split, not its name."""
     path = hf_folders.gguf_file(tmp_path / "model-00001-of-00002.gguf", "F16")
     assert open_checkpoint(path).config().model_type == "llama"
 
@@ -240,7 +241,7 @@ def add_rope_freqs(linear: bool, writer: Any) -> None:
         ({"head_dim": 6}, lambda writer: writer.add_key_length(6)),
     ],
 )
-def test_what_transformers_does_not_read_of_a_gguf_file(
+def test_gguf_settings_that_transformers_ignores(
     tmp_path: Path, options: dict[str, Any], extra: Any
 ) -> None:
     if "rope_parameters" in options:
@@ -259,7 +260,7 @@ def test_what_transformers_does_not_read_of_a_gguf_file(
 
 
 @pytest.mark.parametrize(
-    ("extra", "named"),
+    ("extra", "pattern"),
     [
         (partial(add_scaling, SCALING.LONGROPE), r"llama.rope.scaling.type='longrope'"),
         (lambda writer: writer.add_rope_scaling_yarn_ext_factor(0.5), "yarn_ext_factor=0.5"),
@@ -278,9 +279,9 @@ def test_what_transformers_does_not_read_of_a_gguf_file(
         ),
     ],
 )
-def test_what_of_a_gguf_file_is_refused(tmp_path: Path, extra: Any, named: str) -> None:
+def test_unsupported_gguf_settings_are_refused(tmp_path: Path, extra: Any, pattern: str) -> None:
     path = hf_folders.gguf_file(tmp_path / "m.gguf", "F32", extra=extra)
-    with pytest.raises(NotImplementedError, match=named):
+    with pytest.raises(NotImplementedError, match=pattern):
         plan_shards(path, 2)
 
 

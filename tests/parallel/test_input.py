@@ -1,5 +1,5 @@
-"""What ``tpkernels.parallelize`` refuses, with errors that name the module and leave the model
-unchanged; and plans of torch's styles for any model."""
+"""``tpkernels.parallelize`` refuses bad inputs: the error names the module, and the model stays
+unchanged. Also plans of torch styles for arbitrary models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn.utils import prune
 import tpkernels
 from tests.support import hf_models
 from tests.support.hf_models import attempt
-from tests.support.ranked import on_ranks, unlike
+from tests.support.ranked import find_unexpected_messages, on_ranks
 from tpkernels.parallel import FusedColwiseParallel
 
 pytest.importorskip("transformers")
@@ -36,7 +36,7 @@ class MLP(nn.Module):
         return x
 
 
-def _changed(name: str, change: Callable[[nn.Module], nn.Module]) -> Any:
+def _make_changed_model(name: str, change: Callable[[nn.Module], nn.Module]) -> Any:
     model = hf_models.make("llama")
     owner, _, last = name.rpartition(".")
     parent = model.get_submodule(owner)
@@ -44,14 +44,14 @@ def _changed(name: str, change: Callable[[nn.Module], nn.Module]) -> Any:
     return model
 
 
-def _quantised(linear: nn.Module) -> nn.Module:
+def _quantise(linear: nn.Module) -> nn.Module:
     weight = linear.get_parameter("weight").detach().to(torch.int8)
     linear.weight = nn.Parameter(weight, requires_grad=False)
     return linear
 
 
-def _hooked(kind: str) -> Callable[[nn.Module], nn.Module]:
-    """Add something to a module that a parallel layer would not have."""
+def _make_property_change(kind: str) -> Callable[[nn.Module], nn.Module]:
+    """Return a function that gives a module a property that its parallel replacement would lose."""
 
     def change(module: nn.Module) -> nn.Module:
         if kind == "pruned":
@@ -69,25 +69,26 @@ def _hooked(kind: str) -> Callable[[nn.Module], nn.Module]:
     return change
 
 
-def _shared(name: str, other: str) -> Any:
-    """A model with one module or weight in two places."""
+def _share(name: str, second_name: str) -> Any:
+    """Return a model that uses one module or weight under two names."""
     model = hf_models.make("llama", num_key_value_heads=9, intermediate_size=36)
-    parent, _, last = other.rpartition(".")
+    parent, _, last = second_name.rpartition(".")
     owner, _, key = name.rpartition(".")
     setattr(model.get_submodule(parent), last, getattr(model.get_submodule(owner), key))
     return model
 
 
 @on_ranks(2)
-def test_what_would_be_lost_is_refused() -> list[str]:
-    """And leaves the model unchanged, although it is in the last of the modules."""
-    mesh, plan = hf_models.mesh_of_all(), {"model.layers.*.mlp.up_proj": ColwiseParallel()}
+def test_lossy_replacements_are_refused() -> list[str]:
+    """Add hooks, buffers, overrides or shared modules, some of them in the last layer. The refusal
+    leaves the model unchanged."""
+    mesh, plan = hf_models.make_world_mesh(), {"model.layers.*.mlp.up_proj": ColwiseParallel()}
     if mesh.get_rank():
         return []
     lost = "is replaced by a parallel layer, and would lose its"
     down, q = "model.layers.1.mlp.down_proj", "model.layers.0.self_attn.q_proj"
-    two = "are one parameter, but the sharded model needs two different"
-    fused = {"model.layers.*.mlp.up_proj": FusedColwiseParallel(input_layouts=Shard(1))}
+    shared_weight = "are one parameter, but the sharded model needs two different"
+    fused_plan = {"model.layers.*.mlp.up_proj": FusedColwiseParallel(input_layouts=Shard(1))}
     attempts = {
         f"{down} {lost} forward_pre_hooks, its weight_orig, its w": (down, "pruned"),
         f"{down} {lost} forward_hooks; remove": (down, "forward_hook"),
@@ -100,43 +101,47 @@ def test_what_would_be_lost_is_refused() -> list[str]:
         f"lm_head {lost} overridden forward": ("lm_head", "forward"),
         f"the embedding {lost} forward_hooks": ("model.embed_tokens", "forward_hook"),
     }
-    of_plan = {
+    plan_attempts = {
         "up_proj.weight has hooks, which its shard would": (plan, "hooks of the weight"),
         "Linear(in_features=36, out_features=22, bias=False): its weight has h": (
-            fused,
+            fused_plan,
             "hooks of the weight",
         ),
-        "its forward is overridden, which the style does not support": (fused, "forward"),
+        "its forward is overridden, which the style does not support": (fused_plan, "forward"),
     }
     up = "model.layers.1.mlp.up_proj"
     shared = {
-        f"{q}.weight and model.layers.0.self_attn.o_proj.weight {two}": _shared(
+        f"{q}.weight and model.layers.0.self_attn.o_proj.weight {shared_weight}": _share(
             f"{q}.weight", "model.layers.0.self_attn.o_proj.weight"
         ),
-        ".extra is also used in a place where it is sharded": _shared(down, "extra"),
-        "model.layers.0.self_attn.o_proj is used in several places that need different": _shared(
+        ".extra is also used in a place where it is sharded": _share(down, "extra"),
+        "model.layers.0.self_attn.o_proj is used in several places that need different": _share(
             q, "model.layers.0.self_attn.o_proj"
         ),
     }
     heads = hf_models.make("qwen3")
     heads.model.layers[1].self_attn.k_norm.register_forward_hook(print)
-    mixture, wide = (hf_models.make("mixtral", num_local_experts=2) for _ in range(2))
-    wide.model.layers[0].mlp.experts.double()
-    mixture.model.layers[1].mlp.experts.register_forward_pre_hook(print)
-    return unlike(
+    moe, float64_moe = (hf_models.make("mixtral", num_local_experts=2) for _ in range(2))
+    float64_moe.model.layers[0].mlp.experts.double()
+    moe.model.layers[1].mlp.experts.register_forward_pre_hook(print)
+    return find_unexpected_messages(
         {
-            text: attempt(_changed(name, _hooked(kind)), mesh)
-            for text, (name, kind) in attempts.items()
+            message: attempt(_make_changed_model(name, _make_property_change(kind)), mesh)
+            for message, (name, kind) in attempts.items()
         }
         | {
-            text: attempt(_changed(up, _hooked(kind)), mesh, plan=styles)
-            for text, (styles, kind) in of_plan.items()
+            message: attempt(
+                _make_changed_model(up, _make_property_change(kind)), mesh, plan=styles
+            )
+            for message, (styles, kind) in plan_attempts.items()
         }
-        | {text: attempt(model, mesh) for text, model in shared.items()}
+        | {message: attempt(model, mesh) for message, model in shared.items()}
         | {
             f"model.layers.1.self_attn.k_norm {lost} forward_hooks": attempt(heads, mesh),
-            f"model.layers.1.mlp.experts {lost} forward_pre_hooks": attempt(mixture, mesh),
-            "layers.0.mlp.experts.gate_up_proj is float64, which": attempt(wide, mesh, pack=True),
+            f"model.layers.1.mlp.experts {lost} forward_pre_hooks": attempt(moe, mesh),
+            "layers.0.mlp.experts.gate_up_proj is float64, which": attempt(
+                float64_moe, mesh, pack=True
+            ),
         },
         NotImplementedError,
     )
@@ -146,22 +151,24 @@ def test_what_would_be_lost_is_refused() -> list[str]:
 def test_refusals_name_the_module() -> list[str]:
     import transformers
 
-    mesh = hf_models.mesh_of_all()
+    mesh = hf_models.make_world_mesh()
     square = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    if mesh.get_rank():  # each rank refuses on its own, without communication
+    if mesh.get_rank():  # a refusal needs no communication, so rank 0 is enough
         return []
     llama, style, mlp = hf_models.make("llama"), ColwiseParallel(), MLP()
     twice = tpkernels.parallelize(hf_models.make("llama"), mesh)
     up, plan = {"blocks.*.up": style}, {"model.layers.*.mlp.down_proj": RowwiseParallel()}
     gpt = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=8)
-    down = _changed("model.layers.1.mlp.down_proj", _quantised)
-    adapted = _changed("model.layers.0.self_attn.k_proj", nn.Sequential)
-    wide = _changed("model.layers.1.self_attn.v_proj", lambda _: nn.Linear(36, 16, bias=False))
+    down = _make_changed_model("model.layers.1.mlp.down_proj", _quantise)
+    adapted = _make_changed_model("model.layers.0.self_attn.k_proj", nn.Sequential)
+    wrong_width = _make_changed_model(
+        "model.layers.1.self_attn.v_proj", lambda _: nn.Linear(36, 16, bias=False)
+    )
     fused = FusedColwiseParallel(input_layouts=(Shard(0), Shard(1)))
     nan = hf_models.make("llama")
     nan.lm_head.weight.data[1, 2] = torch.nan
     quantised = "NotImplementedError: model.layers.1.mlp.down_proj.weight is a Tensor of int8; a qu"
-    return unlike(
+    return find_unexpected_messages(
         {
             "has 2 dims ('dp', 'tp'); parallelize needs a mesh of one dim: pass mesh[\"tp\"]": (
                 attempt(llama, square)
@@ -191,7 +198,7 @@ def test_refusals_name_the_module() -> list[str]:
                 mlp, mesh, plan=up | {"blocks.1.down": fused}
             ),
             "layers.1.self_attn.v_proj has 16 features, which does not fit 9 attention": attempt(
-                wide, mesh
+                wrong_width, mesh
             ),
             "pack is 'int4'; expected True, False or": attempt(mlp, mesh, pack="int4"),
             "pack=True packs the layers of tpkernels.nn, and a plan of torch styles": attempt(
@@ -212,8 +219,8 @@ def test_refusals_name_the_module() -> list[str]:
 
 @on_ranks(2)
 def test_resizing_is_refused() -> None:
-    """However the model was split: ranks would draw their own values for new rows."""
-    mesh = hf_models.mesh_of_all()
+    """Resizing is refused with every kind of plan, because new rows would differ between ranks."""
+    mesh = hf_models.make_world_mesh()
     plan = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
     for options in ({}, {"ffn_only": True}, {"plan": plan}):
         model: Any = tpkernels.parallelize(hf_models.make("llama"), mesh, **options)
@@ -227,12 +234,12 @@ def test_resizing_is_refused() -> None:
 
 
 @on_ranks(2)
-def test_a_plan_of_torchs_styles() -> None:
+def test_a_plan_of_torch_styles() -> None:
     torch.manual_seed(3)
     model, x = MLP(), torch.randn(3, 4)
     want = model(x)
     plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
-    returned = tpkernels.parallelize(model, hf_models.mesh_of_all(), plan=plan)
+    returned = tpkernels.parallelize(model, hf_models.make_world_mesh(), plan=plan)
     assert returned is model
     assert model.blocks[1]["up"].weight.to_local().shape == (4, 4)
     torch.testing.assert_close(model(x), want, rtol=0, atol=1e-6)

@@ -1,5 +1,5 @@
-"""``tpkernels.from_pretrained``: logits and tokens are those of transformers for any number of
-ranks, from folders, from the shards of other numbers of ranks, and from GGUF files."""
+"""``tpkernels.from_pretrained`` from folders, from shards for a different number of ranks, and from
+GGUF files. Logits and tokens match transformers for any number of ranks."""
 
 from __future__ import annotations
 
@@ -31,28 +31,33 @@ pytest.importorskip("safetensors")
 RESET = Path("/proc/self/clear_refs")
 
 
-def loaded_job(path: str, whole_path: str, options: dict[str, Any]) -> None:
-    """A model that was loaded by shards is as transformers loads it."""
-    model = tpkernels.from_pretrained(path, hf_models.mesh_of_all(), **options)
-    file = Path(whole_path)
-    place = {"gguf_file": file.name} if file.is_file() else {}
+def compare_job(path: str, unsharded_path: str, options: dict[str, Any]) -> None:
+    """Compare a model that is loaded by shards with the model that transformers loads."""
+    model = tpkernels.from_pretrained(path, hf_models.make_world_mesh(), **options)
+    file = Path(unsharded_path)
+    source = {"gguf_file": file.name} if file.is_file() else {}
     folder = file.parent if file.is_file() else file
-    whole = transformers.AutoModelForCausalLM.from_pretrained(folder, **place)
-    ids = torch.arange(3 * 11).view(3, 11) % (whole.config.vocab_size - 1) + 1
+    unsharded = transformers.AutoModelForCausalLM.from_pretrained(folder, **source)
+    ids = torch.arange(3 * 11).view(3, 11) % (unsharded.config.vocab_size - 1) + 1
     with torch.no_grad():
-        assert (wrong := hf_models.wrong_logits(model(ids).logits, whole, ids)) is None, wrong
+        assert (error := hf_models.find_logit_error(model(ids).logits, unsharded, ids)) is None, (
+            error
+        )
     settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(model.generate(ids[:1], **settings), whole.generate(ids[:1], **settings))
-    weights, state = whole.state_dict(), tnn.full_state_dict(model)
+    assert torch.equal(model.generate(ids[:1], **settings), unsharded.generate(ids[:1], **settings))
+    weights, state = unsharded.state_dict(), tnn.full_state_dict(model)
     assert set(weights) == set(state)
     assert all(torch.equal(weights[name], state[name]) for name in weights)
-    heads = [each.lm_head.weight is each.model.embed_tokens.weight for each in (whole, model)]
-    begins = [each.generation_config.bos_token_id for each in (whole, model)]
-    assert heads[0] == heads[1] and begins[0] == begins[1] and not model.training
+    tied = [
+        candidate.lm_head.weight is candidate.model.embed_tokens.weight
+        for candidate in (unsharded, model)
+    ]
+    bos_tokens = [candidate.generation_config.bos_token_id for candidate in (unsharded, model)]
+    assert tied[0] == tied[1] and bos_tokens[0] == bos_tokens[1] and not model.training
 
 
-def check(ranks: RanksFixture, world: int, path: Path, whole: Path, **options: Any) -> None:
-    ranks(world).run(loaded_job, str(path), str(whole), options, timeout=120)
+def check(ranks: RanksFixture, world: int, path: Path, reference: Path, **options: Any) -> None:
+    ranks(world).run(compare_job, str(path), str(reference), options, timeout=120)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +82,7 @@ def test_a_folder(
 
 
 @pytest.mark.parametrize(("made_for", "world"), sweep([(3, 2), (1, 2), (4, 3), (2, 4)]))
-def test_shards_of_another_number_of_ranks(
+def test_shards_for_a_different_number_of_ranks(
     ranks: RanksFixture, tmp_path: Path, made_for: int, world: int
 ) -> None:
     for model_type, options in (("qwen2", {}), ("llama", {"ffn_only": True})):
@@ -87,8 +92,8 @@ def test_shards_of_another_number_of_ranks(
         check(ranks, world, shards, path)
 
 
-def test_shards_of_a_model_with_buffers(tmp_path: Path) -> None:
-    """Of routers."""
+def test_shards_of_a_model_with_router_buffers(tmp_path: Path) -> None:
+    """The buffers are identical in the folder and in its shard files."""
     path = hf_folders.folder(tmp_path, "glm4_moe", n_routed_experts=5, num_experts_per_tok=3)
     write_shards(plan_shards(path, 2), tmp_path / "shards")
     values = []
@@ -97,9 +102,11 @@ def test_shards_of_a_model_with_buffers(tmp_path: Path) -> None:
         values.append({name: torch.empty(stored.shape) for name, stored in buffers.items()})
         for name, stored in buffers.items():
             stored.read(Box.full(stored.shape), values[-1][name])
-    given, written = values
-    assert given and given.keys() == written.keys()
-    assert all(given[name].any() and torch.equal(given[name], written[name]) for name in given)
+    original, written = values
+    assert original and original.keys() == written.keys()
+    assert all(
+        original[name].any() and torch.equal(original[name], written[name]) for name in original
+    )
 
 
 @pytest.mark.thorough
@@ -112,37 +119,44 @@ def test_a_gguf_file_and_its_shards(ranks: RanksFixture, tmp_path: Path) -> None
 
 
 def integers_job(path: str, group: int) -> None:
-    """The integers of a GGUF file are packed as they are."""
+    """Check that the integers of a GGUF file are packed without requantization."""
     file = Path(path)
-    whole = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    unsharded = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
     names: set[str] = set()
     read = pretrained._read
 
-    def recorded(slot: pretrained.Slot, device: torch.device) -> None:
-        if slot.parts()[0].size and "norm" not in slot.name:
+    def record_read(slot: pretrained.Slot, device: torch.device) -> None:
+        if slot.boxes()[0].size and "norm" not in slot.name:
             names.add(slot.name)
         read(slot, device)
 
-    mesh, ids = hf_models.mesh_of_all(), torch.arange(3 * 11).view(3, 11) % 46 + 1
+    mesh, ids = hf_models.make_world_mesh(), torch.arange(3 * 11).view(3, 11) % 46 + 1
     for dtype in (torch.float32, torch.bfloat16):
         names.clear()
-        with mock.patch.object(pretrained, "_read", recorded):
+        with mock.patch.object(pretrained, "_read", record_read):
             model = tpkernels.from_pretrained(path, mesh, dtype=dtype, pack="int8")
-        assert names == {"model.embed_tokens.weight"}, names  # read as floats
+        # Only the embedding is read as floats.
+        assert names == {"model.embed_tokens.weight"}, names
         layers = [layer for layer in model.modules() if isinstance(layer, ParallelLinear)]
         packed = [layer._packed["weight"] for layer in layers if not layer.empty]
-        assert {each.shape[2] - 4 for each in packed} == {group}
+        assert {weight.shape[2] - 4 for weight in packed} == {group}
         tied = model.lm_head.weight is model.model.embed_tokens.weight
-        assert tied == whole.config.tie_word_embeddings
-        twice = tpkernels.parallelize(copy.deepcopy(whole).to(dtype), mesh, pack="int8")
+        assert tied == unsharded.config.tie_word_embeddings
+        requantized = tpkernels.parallelize(copy.deepcopy(unsharded).to(dtype), mesh, pack="int8")
         with torch.no_grad():
-            want = whole(ids).logits
-            once_off, twice_off = ((each(ids).logits - want).norm() for each in (model, twice))
+            want = unsharded(ids).logits
+            once_off, twice_off = (
+                (candidate(ids).logits - want).norm() for candidate in (model, requantized)
+            )
         assert once_off < twice_off < 0.1 * want.norm(), (once_off, twice_off)
-        for one in (model, model.to("cpu"), model.bfloat16()):
-            state = tnn.full_state_dict(one)
-            for name, value in whole.state_dict().items():
-                assert torch.equal(state[name], value.to(one.dtype)), (dtype, one.dtype, name)
+        for candidate in (model, model.to("cpu"), model.bfloat16()):
+            state = tnn.full_state_dict(candidate)
+            for name, value in unsharded.state_dict().items():
+                assert torch.equal(state[name], value.to(candidate.dtype)), (
+                    dtype,
+                    candidate.dtype,
+                    name,
+                )
 
 
 @pytest.mark.parametrize(
@@ -156,8 +170,8 @@ def test_integers_of_a_gguf_file(
     ranks(world).run(integers_job, str(path), 16 if kind == "Q6_K" else 32, timeout=120)
 
 
-def folder_of_all(save: Callable[[Path], Any], path: Path) -> Path:
-    """The path, after rank 0 has saved to it."""
+def save_on_rank_0(save: Callable[[Path], Any], path: Path) -> Path:
+    """Call ``save(path)`` on rank 0 only, and return ``path`` on all ranks."""
     if dist.get_rank() == 0:
         save(path)
     dist.barrier()
@@ -166,14 +180,14 @@ def folder_of_all(save: Callable[[Path], Any], path: Path) -> Path:
 
 @on_ranks(2)
 def test_dtypes_and_packing(tmp_path: Path) -> None:
-    path = folder_of_all(hf_models.make("llama").bfloat16().save_pretrained, tmp_path)
-    mesh = hf_models.mesh_of_all()
+    path = save_on_rank_0(hf_models.make("llama").bfloat16().save_pretrained, tmp_path)
+    mesh = hf_models.make_world_mesh()
     for dtype, want in ((None, torch.bfloat16), (torch.float32, torch.float32)):
         model = tpkernels.from_pretrained(path, mesh, dtype=dtype, pack=dtype is not None)
-        found = {parameter.dtype for parameter in model.parameters()} | {model.dtype}
-        assert found == {want} and model.model.rotary_emb.inv_freq.dtype == torch.float32
+        dtypes = {parameter.dtype for parameter in model.parameters()} | {model.dtype}
+        assert dtypes == {want} and model.model.rotary_emb.inv_freq.dtype == torch.float32
         packed = model.model.layers[0].mlp.up_proj._packed.values()
-        assert [each.dtype for each in packed] == ([] if dtype is None else [dtype])
+        assert [weight.dtype for weight in packed] == ([] if dtype is None else [dtype])
     model = tpkernels.from_pretrained(path, mesh, pack="int8")
     assert model.model.layers[0].mlp.up_proj._packed["weight"].dtype == torch.int8
     layers = [layer for layer in model.modules() if isinstance(layer, ParallelLinear)]
@@ -182,25 +196,25 @@ def test_dtypes_and_packing(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_a_plan(tmp_path: Path) -> None:
-    """A plan's parameters are DTensors with the values of torch's own."""
-    path = folder_of_all(lambda path: hf_models.make("llama").save_pretrained(path), tmp_path)
+    """Load with a plan of styles. The parameters are DTensors with the unsharded values."""
+    path = save_on_rank_0(lambda path: hf_models.make("llama").save_pretrained(path), tmp_path)
     plan: dict[str, ParallelStyle] = {
         "model.layers.*.mlp.gate_proj": ColwiseParallel(),
         "model.layers.*.mlp.up_proj": FusedColwiseParallel(),
         "model.layers.*.mlp.down_proj": FusedRowwiseParallel(),
     }
-    model = tpkernels.from_pretrained(path, hf_models.mesh_of_all(), plan)
-    whole = transformers.AutoModelForCausalLM.from_pretrained(path)
+    model = tpkernels.from_pretrained(path, hf_models.make_world_mesh(), plan)
+    unsharded = transformers.AutoModelForCausalLM.from_pretrained(path)
     ids = torch.arange(12).view(1, 12)
-    wrong = hf_models.wrong_logits(model(ids).logits.detach(), whole, ids)
-    assert wrong is None, wrong
+    error = hf_models.find_logit_error(model(ids).logits.detach(), unsharded, ids)
+    assert error is None, error
     weight = model.model.layers[1].mlp.down_proj.weight
     assert weight.to_local().shape[1] == (22 + 1) // dist.get_world_size()
-    assert torch.equal(weight.full_tensor(), whole.model.layers[1].mlp.down_proj.weight)
+    assert torch.equal(weight.full_tensor(), unsharded.model.layers[1].mlp.down_proj.weight)
 
 
-def test_a_base_model_and_tensors_without_use(ranks: RanksFixture, tmp_path: Path) -> None:
-    """A folder saved from the base model has names without the prefix."""
+def test_a_base_model_and_unused_tensors(ranks: RanksFixture, tmp_path: Path) -> None:
+    """Load a folder that was saved from the base model, so its names lack the prefix."""
     from safetensors.torch import load_file, save_file
 
     model = hf_models.make("llama", tied=True).eval()
@@ -212,21 +226,21 @@ def test_a_base_model_and_tensors_without_use(ranks: RanksFixture, tmp_path: Pat
     check(ranks, 2, tmp_path, tmp_path, pack=True)
 
 
-def memory(name: str) -> int:
-    """Bytes in a line of /proc/self/status."""
+def status_bytes(name: str) -> int:
+    """Return the bytes in a line of /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     [line] = [line for line in lines if line.startswith(f"{name}:")]
     return int(line.split()[1]) << 10
 
 
 def growth_job(small: str, path: str, options: dict[str, Any]) -> tuple[int, int, int]:
-    """Growth of the peak, size of the shard, and size of its largest parameter."""
-    mesh = hf_models.mesh_of_all()
-    tpkernels.from_pretrained(small, mesh, **options)  # imports, and the group's memory
-    RESET.write_text("5")  # VmHWM starts again
-    before = memory("VmRSS")
+    """Return the peak memory growth, the shard size and the largest parameter size, in bytes."""
+    mesh = hf_models.make_world_mesh()
+    tpkernels.from_pretrained(small, mesh, **options)  # warm-up: imports and group memory
+    RESET.write_text("5")  # resets VmHWM
+    before = status_bytes("VmRSS")
     model = tpkernels.from_pretrained(path, mesh, **options)
-    grown = memory("VmHWM") - before
+    grown = status_bytes("VmHWM") - before
     sizes = [parameter.numel() * parameter.dtype.itemsize for parameter in model.parameters()]
     return grown, sum(sizes), max(sizes)
 
@@ -235,7 +249,7 @@ def growth_job(small: str, path: str, options: dict[str, Any]) -> tuple[int, int
 @pytest.mark.skipif(not RESET.exists(), reason="the system does not measure peak memory anew")
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_peak_memory(tmp_path: Path, dtype: torch.dtype | None) -> None:
-    """It is that of the shard, and of no more than the largest slice besides."""
+    """Peak memory grows by at most 1.1 times the shard plus its largest parameter."""
     config = transformers.LlamaConfig(
         hidden_size=768,
         intermediate_size=3072,
@@ -246,12 +260,12 @@ def test_peak_memory(tmp_path: Path, dtype: torch.dtype | None) -> None:
     )
     model = transformers.LlamaForCausalLM(config)
     if dtype is not None:
-        model = model.bfloat16()  # read in chunks, and converted
+        model = model.bfloat16()  # loading reads it in chunks and converts
     model.save_pretrained(tmp_path / "large")
     del model
     small = hf_folders.folder(tmp_path)
     with Ranks(2) as ranks:
-        places = str(small), str(tmp_path / "large")
-        results = ranks.run(growth_job, *places, {"dtype": dtype}, timeout=200)
+        paths = str(small), str(tmp_path / "large")
+        results = ranks.run(growth_job, *paths, {"dtype": dtype}, timeout=200)
     for grown, shard, largest in results:
         assert 150 << 20 < shard <= grown + (4 << 20) and grown <= 1.1 * shard + largest

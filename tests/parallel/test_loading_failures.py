@@ -1,4 +1,4 @@
-"""Failures of ``tpkernels.from_pretrained``: what is wrong on one rank is raised on all, in time,
+"""Failures of ``tpkernels.from_pretrained``: an error on one rank is raised promptly on all ranks,
 and the group remains usable."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import tpkernels
 from tests.support import hf_folders, hf_models
 from tests.support.cases import RanksFixture
 from tests.support.faults import PROMPT
-from tests.support.ranked import messages_of
+from tests.support.ranked import collect_messages
 from tpkernels.parallel import pretrained
 from tpkernels.parallel.checkpoints import INDEX
 from tpkernels.parallel.shard_files import plan_shards, write_shards
@@ -32,18 +32,20 @@ pytest.importorskip("safetensors")
 
 
 def load_job(paths: list[str], options: list[dict[str, Any]]) -> str:
-    """Loads ``paths[rank]``; then makes sure that the group still works."""
-    mesh, rank = hf_models.mesh_of_all(), dist.get_rank()
+    """Load ``paths[rank]`` and return the error, then check that the group remains usable."""
+    mesh, rank = hf_models.make_world_mesh(), dist.get_rank()
     begin = time.monotonic()
-    [message] = messages_of([lambda: tpkernels.from_pretrained(paths[rank], mesh, **options[rank])])
+    [message] = collect_messages(
+        [lambda: tpkernels.from_pretrained(paths[rank], mesh, **options[rank])]
+    )
     assert time.monotonic() - begin < 3 * PROMPT
     assert float(tpkernels.all_reduce(torch.ones(1), mesh)) == dist.get_world_size()
     return message
 
 
 def load(ranks: RanksFixture, paths: list[Path], *options: dict[str, Any]) -> list[str]:
-    each_options = list(options) or [{}] * len(paths)
-    return ranks(len(paths)).run(load_job, [*map(str, paths)], each_options, timeout=60)
+    rank_options = list(options) or [{}] * len(paths)
+    return ranks(len(paths)).run(load_job, [*map(str, paths)], rank_options, timeout=60)
 
 
 def rewrite(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:
@@ -64,12 +66,12 @@ def configure(**values: Any) -> Callable[[Path], Any]:
 
 
 def name_file(file: Callable[[Path], str]) -> Callable[[Path], Any]:
-    """Names another file for a tensor in the index."""
+    """Return a change of the index: it lists ``file(path)`` as the file of the norm weight."""
     return lambda path: rewrite(lambda weights: weights.update({NORM: file(path)}))(path)
 
 
 NORM = "model.norm.weight"
-#: What is done to a checkpoint of three files, by the pattern of the error.
+#: Error pattern -> damage to a checkpoint of three files.
 DAMAGE: dict[str, Callable[[Path], Any]] = {
     "FileNotFoundError: .* does not exist; pass a local folder": shutil.rmtree,
     "FileNotFoundError: .*has no config.json": lambda path: (path / "config.json").unlink(),
@@ -102,7 +104,7 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def test_what_is_wrong_on_one_rank_is_raised_on_all(ranks: RanksFixture, tmp_path: Path) -> None:
+def test_an_error_on_one_rank_is_raised_on_all(ranks: RanksFixture, tmp_path: Path) -> None:
     good = hf_folders.folder(tmp_path, files=3)
     bad = tmp_path / "bad"
     for pattern, damage in DAMAGE.items():
@@ -116,22 +118,22 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all(ranks: RanksFixture, tmp_pat
 
 
 def test_different_models_and_options(ranks: RanksFixture, tmp_path: Path) -> None:
-    one, other = hf_folders.folder(tmp_path), hf_folders.folder(tmp_path, "mistral")
-    third = tmp_path / "third"
-    shutil.copytree(one, third)
+    llama, mistral = hf_folders.folder(tmp_path), hf_folders.folder(tmp_path, "mistral")
+    llama_copy = tmp_path / "third"
+    shutil.copytree(llama, llama_copy)
     for messages in (
-        load(ranks, [one, other]),
-        load(ranks, [one, third], {}, {"ffn_only": True}),
+        load(ranks, [llama, mistral]),
+        load(ranks, [llama, llama_copy], {}, {"ffn_only": True}),
     ):
         for message in messages:
             assert message.startswith("ValueError: ranks 0 and 1 would load different models")
-    assert load(ranks, [one, third]) == ["nothing"] * 2
+    assert load(ranks, [llama, llama_copy]) == ["nothing"] * 2
 
 
 def test_arguments(ranks: RanksFixture, tmp_path: Path) -> None:
     path = hf_folders.folder(tmp_path)
     plan = {"lm_head": ColwiseParallel()}
-    for options, part in (
+    for options, expected in (
         (
             {"ffn_only": True, "plan": plan},
             "ValueError: ffn_only=True cannot be combined with a plan",
@@ -142,11 +144,11 @@ def test_arguments(ranks: RanksFixture, tmp_path: Path) -> None:
         ({"plan": {"model.head": ColwiseParallel()}}, "ValueError: plan names 'model.head'"),
     ):
         for message in load(ranks, [path] * 2, options, options):
-            assert message.startswith(part) or f": {part}" in message, message
+            assert message.startswith(expected) or f": {expected}" in message, message
 
 
-#: What is done to the pieces of a tensor in the index of two ranks, and a part of the error.
-PIECES: list[tuple[Callable[[Any], Any], str]] = [
+#: Change to the index entries of a tensor that is sharded over two ranks, and text of the error.
+BAD_ENTRIES: list[tuple[Callable[[Any], Any], str]] = [
     (lambda entry: entry.pop(), "do not cover shape [22, 36] exactly once"),
     (lambda entry: entry[0].update(offsets=[1, 0]), "do not cover shape [22, 36] exactly once"),
     (lambda entry: entry[1].update(offsets=[12, 0]), "which does not fit into [22, 36]"),
@@ -154,21 +156,23 @@ PIECES: list[tuple[Callable[[Any], Any], str]] = [
 ]
 
 
-def test_pieces_that_do_not_fit(tmp_path: Path) -> None:
+def test_index_entries_that_do_not_fit(tmp_path: Path) -> None:
     path, name = tmp_path / "shards", "model.layers.1.mlp.up_proj.weight"
     write_shards(plan_shards(hf_folders.folder(tmp_path), 2), path)
     index = (path / INDEX).read_text()
-    for change, part in PIECES:
+    for change, expected in BAD_ENTRIES:
         (path / INDEX).write_text(index)
         rewrite(lambda weights, change=change: change(weights[name]))(path)  # type: ignore[misc]
-        with pytest.raises(ValueError, match=f"{re.escape(name)}.*{re.escape(part)}"):
+        with pytest.raises(ValueError, match=f"{re.escape(name)}.*{re.escape(expected)}"):
             plan_shards(path, 2)
 
 
 def late_job(path: str) -> tuple[str, float]:
-    """A file cannot be read after it was checked; rank 1 alone notices, while rank 0 is slow."""
+    """Fail a read on rank 1 after all files were checked, while rank 0 reads slowly.
+
+    Return the error and the seconds until it is raised."""
     fill, rank = pretrained._fill, dist.get_rank()
-    hf_models.make("llama")  # the import of transformers is not timed
+    hf_models.make("llama")  # imports transformers before the clock starts
 
     def fill_late(*args: Any) -> None:
         if rank == 0:
@@ -179,16 +183,18 @@ def late_job(path: str) -> tuple[str, float]:
 
     begin = time.monotonic()
     with mock.patch.object(pretrained, "_fill", fill_late):
-        [message] = messages_of([lambda: tpkernels.from_pretrained(path, hf_models.mesh_of_all())])
+        [message] = collect_messages(
+            [lambda: tpkernels.from_pretrained(path, hf_models.make_world_mesh())]
+        )
     return message, time.monotonic() - begin
 
 
-def test_a_rank_that_fails_late_stops_the_others(ranks: RanksFixture, tmp_path: Path) -> None:
+def test_a_late_failure_stops_all_ranks(ranks: RanksFixture, tmp_path: Path) -> None:
     path = hf_folders.folder(tmp_path)
     (first, seconds), (second, _) = ranks(2).run(late_job, str(path), timeout=60)
     assert second == "OSError: [Errno 5] Input/output error"
     assert first.startswith(f"PeerFailedError: reading {path} failed on rank 1: OSError: [Errno 5]")
-    assert seconds < PROMPT < 0.3 * 21  # it did not read all of its 21 tensors
+    assert seconds < PROMPT < 0.3 * 21  # rank 0 did not read all 21 tensors
 
 
 def test_a_damaged_gguf_file(ranks: RanksFixture, tmp_path: Path) -> None:
@@ -201,11 +207,11 @@ def test_a_damaged_gguf_file(ranks: RanksFixture, tmp_path: Path) -> None:
         assert messages[0].startswith("PeerFailedError: opening"), messages[0]
 
 
-def test_a_scale_of_a_gguf_file_that_is_nan(ranks: RanksFixture, tmp_path: Path) -> None:
+def test_a_nan_scale_in_a_gguf_file(ranks: RanksFixture, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     path = hf_folders.gguf_file(tmp_path / "model.gguf", "Q8_0")
     name = "blk.1.ffn_up.weight"
-    [tensor] = [each for each in gguf.GGUFReader(path, "r+").tensors if each.name == name]
+    [tensor] = [t for t in gguf.GGUFReader(path, "r+").tensors if t.name == name]
     tensor.data[-1, :2] = 255  # in the shard of the last rank
     tensor.data.base.flush()
     first, second = load(ranks, [path, path], {"pack": "int8"}, {"pack": "int8"})

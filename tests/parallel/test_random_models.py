@@ -1,6 +1,6 @@
 """Random small models of eight families, with random hooks, shared modules and weights, frozen
-parameters, dropout and dtypes: a parallel model computes what the unsharded one does, or it is
-refused by name and left as it was."""
+parameters, dropout and dtypes. A parallel model matches the unsharded model, or it is refused with
+a module name and left unchanged."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from torch.distributed.device_mesh import init_device_mesh
 import tpkernels
 from tests.parallel.test_plans import FAMILIES
 from tests.support import hf_models
-from tests.support.nn_reference import far, shard
+from tests.support.nn_reference import find_mismatch, shard
 from tests.support.ranked import on_ranks
 
 pytest.importorskip("transformers")
 
-CHOSEN = (
+SELECTED = (
     "Llama",
     "Qwen3",
     "Phi-3, Phi-4",
@@ -36,15 +36,15 @@ CHOSEN = (
     "Mixtral",
     "DeepSeek-V3",
 )
-MODELS, FEW, SEED = 50, 8, 0  #: of a test; of the one that `make test` runs
+MODELS, FEW, SEED = 50, 8, 0  #: models per test, models in `make test`, first seed
 REFUSED = (NotImplementedError, TypeError, ValueError)
 Choice = random.Random
-#: What may be changed before, and whether it may be refused.
+#: Changes before `parallelize`, and whether the changed model may be refused.
 CHANGES: dict[str, tuple[Callable[[Choice, Any], str], bool]] = {}
 
 
 def change(refused: bool) -> Callable[[Callable[[Choice, Any], str]], Callable[[Choice, Any], str]]:
-    """Register a change, which says what it did."""
+    """Register a change. The function returns a description of the change."""
 
     def register(function: Callable[[Choice, Any], str]) -> Callable[[Choice, Any], str]:
         CHANGES[function.__name__] = (function, refused)
@@ -54,36 +54,36 @@ def change(refused: bool) -> Callable[[Callable[[Choice, Any], str]], Callable[[
 
 
 def _first(function: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
-    """Apply a function to an output, or to the first of several, if it is of floats."""
+    """Apply ``function`` to a floating-point output, or to the first output of a tuple."""
     if isinstance(output, tuple) and output:
         return (_first(function, output[0]), *output[1:])
     is_float = isinstance(output, torch.Tensor) and output.is_floating_point()
     return function(output) if is_float else output
 
 
-def _doubled(x: torch.Tensor) -> torch.Tensor:
+def _double(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
-def _centred(x: torch.Tensor, dim: int) -> torch.Tensor:
+def _centre(x: torch.Tensor, dim: int) -> torch.Tensor:
     return x - x.mean(dim, keepdim=True)
 
 
 def _forward(self: nn.Module, *args: Any, **options: Any) -> Any:
-    return _first(_doubled, type(self).forward(self, *args, **options))
+    return _first(_double, type(self).forward(self, *args, **options))
 
 
 @change(refused=True)
 def hook(choice: Choice, model: Any) -> str:
     name, module = choice.choice([*model.named_modules()][1:])
     kind = choice.choice(["doubled", "columns", "rows", "pre", "backward", "forward"])
-    by_columns, by_rows = (functools.partial(_centred, dim=dim) for dim in (-1, -2))
-    functions = {"doubled": _doubled, "columns": by_columns, "rows": by_rows}
+    by_columns, by_rows = (functools.partial(_centre, dim=dim) for dim in (-1, -2))
+    functions = {"doubled": _double, "columns": by_columns, "rows": by_rows}
     if kind in functions:
         function = functions[kind]
         module.register_forward_hook(lambda _, args, output: _first(function, output))
     elif kind == "pre":
-        module.register_forward_pre_hook(lambda _, args: tuple(_first(_doubled, x) for x in args))
+        module.register_forward_pre_hook(lambda _, args: tuple(_first(_double, x) for x in args))
     elif kind == "backward":
         module.register_full_backward_hook(
             lambda _, before, after: tuple(None if x is None else 2 * x for x in before)
@@ -97,22 +97,22 @@ def hook(choice: Choice, model: Any) -> str:
 def hook_of_parameter(choice: Choice, model: Any) -> str:
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     name, parameter = choice.choice(trained)
-    parameter.register_hook(_doubled)
+    parameter.register_hook(_double)
     return name
 
 
-def _two(choice: Choice, model: Any, of: Any) -> tuple[str, str]:
-    """Names of two places for modules or parameters of one kind and shape."""
+def _matching_pair(choice: Choice, model: Any, candidates: Any) -> tuple[str, str]:
+    """Return two names of modules or parameters with equal types and shapes."""
 
     def kind(value: Any) -> Any:
         if isinstance(value, nn.Parameter):
             return value.shape
         return type(value), [tuple(p.shape) for p in value.parameters()]
 
-    named = dict(of)
+    named = dict(candidates)
     name = choice.choice([*named])
-    like = [other for other in named if kind(named[other]) == kind(named[name])]
-    return name, choice.choice(like)
+    matching = [candidate for candidate in named if kind(named[candidate]) == kind(named[name])]
+    return name, choice.choice(matching)
 
 
 def _assign(model: Any, name: str, value: Any) -> None:
@@ -123,7 +123,7 @@ def _assign(model: Any, name: str, value: Any) -> None:
 @change(refused=True)
 def shared_weight(choice: Choice, model: Any) -> str:
     named = list(model.named_parameters(remove_duplicate=False))
-    name, other = _two(choice, model, named)
+    name, other = _matching_pair(choice, model, named)
     _assign(model, other, dict(named)[name])
     return f"{name} as {other}"
 
@@ -131,7 +131,7 @@ def shared_weight(choice: Choice, model: Any) -> str:
 @change(refused=True)
 def shared_module(choice: Choice, model: Any) -> str:
     named = [(name, module) for name, module in model.named_modules() if "layers." in name]
-    name, other = _two(choice, model, named)
+    name, other = _matching_pair(choice, model, named)
     _assign(model, other, dict(named)[name])
     return f"{name} as {other}"
 
@@ -163,34 +163,38 @@ def frozen(choice: Choice, model: Any) -> str:
     return ""
 
 
-def _differences(model: Any, parallel: Any, wide: Any) -> dict[str, str | None]:
-    """Where a model in float64, or the logits of another, are wrong; ``wide`` is its float64
-    copy."""
+def _differences(model: Any, parallel: Any, reference: Any) -> dict[str, str | None]:
+    """Return the errors of a parallel model in float64.
+
+    In lower precision only logits are compared. ``reference`` is the float64 copy of the model."""
     ids = hf_models.batch()["input_ids"]
     if model.dtype != torch.float64:
         with torch.no_grad():
             logits = parallel(ids, use_cache=False).logits
             single = model(ids, use_cache=False).logits
-            want = wide(ids, use_cache=False).logits
-        off, limit = (hf_models.error(each, want, want) for each in (logits, single))
-        limit = 10 * limit + torch.finfo(logits.dtype).eps  # of bf16, 6 times that was seen
-        return {"logits": None if off <= limit else f"off by {off:.3g}, allowed {limit:.3g}"}
-    with hf_models.InFull():
+            want = reference(ids, use_cache=False).logits
+        error, limit = (hf_models.relative_error(x, want, want) for x in (logits, single))
+        limit = 10 * limit + torch.finfo(logits.dtype).eps  # bf16 had 6 times the unsharded error
+        return {"logits": None if error <= limit else f"off by {error:.3g}, allowed {limit:.3g}"}
+    with hf_models.UpcastToFloat64():
         logits, loss, grads = hf_models.run(model)
         got_logits, got_loss, got = hf_models.run(parallel)
-    wrong = {"logits": far(got_logits, logits, 1e-11), "loss": far(got_loss, loss, 1e-11)}
+    failures = {
+        "logits": find_mismatch(got_logits, logits, 1e-11),
+        "loss": find_mismatch(got_loss, loss, 1e-11),
+    }
     for name, grad in grads.items():
-        wrong[name] = far(got.get(name), shard(parallel, name, grad), 1e-11)
+        failures[name] = find_mismatch(got.get(name), shard(parallel, name, grad), 1e-11)
     if set(got) != set(grads):
-        wrong["parameters"] = f"{sorted(set(got) ^ set(grads))} are in only one of the two"
-    return wrong
+        failures["parameters"] = f"{sorted(set(got) ^ set(grads))} are in only one of the two"
+    return failures
 
 
 def draw(seed: int) -> tuple[Any, dict[str, Any], tuple[int, ...], str, bool]:
-    """The model of a seed, options of `tpkernels.parallelize`, the mesh's shape, a description, and
-    whether it may be refused."""
+    """Return the model for a seed, the options of `tpkernels.parallelize`, the mesh shape, a
+    description, and whether the model may be refused."""
     choice, world = Choice(seed), dist.get_world_size()
-    model_type, options = FAMILIES[choice.choice(CHOSEN)]
+    model_type, options = FAMILIES[choice.choice(SELECTED)]
     heads, kv_heads = choice.choice([(9, 3), (6, 1), (6, 2), (6, 6)])
     sizes = {"num_attention_heads": heads, "intermediate_size": choice.randint(4, 24)}
     if model_type != "gpt_neox":
@@ -206,48 +210,49 @@ def draw(seed: int) -> tuple[Any, dict[str, Any], tuple[int, ...], str, bool]:
         changes.append("dropout")
     if choice.random() < 0.2:
         model.eval()
-    how: dict[str, Any] = {"sequence_parallel": choice.choice([None, False, "prefill"])}
+    args: dict[str, Any] = {"sequence_parallel": choice.choice([None, False, "prefill"])}
     if any("experts" in name for name, _ in model.named_modules()):
-        how["expert_parallel"] = choice.random() < 0.5
+        args["expert_parallel"] = choice.random() < 0.5
     elif choice.random() < 0.2:
-        how = {"ffn_only": True}
+        args = {"ffn_only": True}
     shape = choice.choice([(world,), (1, world)])
-    what = f"seed {seed} on {world} ranks: {model_type} {sizes} {dtype} {how} {shape} {changes}"
-    return model, how, shape, what, any(CHANGES[name][1] for name in names)
+    case = f"seed {seed} on {world} ranks: {model_type} {sizes} {dtype} {args} {shape} {changes}"
+    return model, args, shape, case, any(CHANGES[name][1] for name in names)
 
 
 def one_model(seed: int) -> tuple[str, list[str]]:
-    """What became of the model of a seed, and what is wrong with it."""
+    """Return the outcome for the model of a seed, and its failures."""
     single, *_ = draw(seed)
-    model, how, shape, what, may_be_refused = draw(seed)  # a copy would lose hooks of parameters
+    # Drawn twice, because a copy would lose parameter hooks.
+    model, args, shape, case, may_be_refused = draw(seed)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])["tp"]
-    wide = copy.deepcopy(model).double()
+    reference = copy.deepcopy(model).double()
     try:
-        with hf_models.InFull():
-            wide(**hf_models.batch(), use_cache=False).loss.backward()
-    except Exception as error:  # what was changed cannot work, or not with a backward
-        return "unusable", [] if may_be_refused else [f"{what}: {error!r}"]
-    dropped = "'dropout'" in what and model.training and mesh.size() > 1
+        with hf_models.UpcastToFloat64():
+            reference(**hf_models.batch(), use_cache=False).loss.backward()
+    except Exception as error:  # the changed model cannot run, or has no backward
+        return "unusable", [] if may_be_refused else [f"{case}: {error!r}"]
+    dropped = "'dropout'" in case and model.training and mesh.size() > 1
     before = hf_models._inventory(model)
     try:
-        parallel = tpkernels.parallelize(model, mesh, **how)
+        parallel = tpkernels.parallelize(model, mesh, **args)
     except REFUSED as error:
-        wrong = [] if may_be_refused else [f"{what}: {error!r}"]
+        wrong = [] if may_be_refused else [f"{case}: {error!r}"]
         if not any(
             name in str(error) for name in ("model.", "lm_head", "the embedding", "layers.")
         ):
-            wrong.append(f"{what}: no name in {error!r}")
+            wrong.append(f"{case}: no name in {error!r}")
         if hf_models._inventory(model) != before:
-            wrong.append(f"{what}: changed by {error!r}")
+            wrong.append(f"{case}: changed by {error!r}")
         return "refused", wrong
     try:
-        found = _differences(single, parallel, wide)
+        failures = _differences(single, parallel, reference)
     except NotImplementedError as error:
         fits = dropped and "would drop different values" in str(error)
-        return "refused when called", [] if fits else [f"{what}: {error!r}"]
+        return "refused when called", [] if fits else [f"{case}: {error!r}"]
     if dropped:
-        return "dropping", [f"{what}: dropout is not refused"]
-    return "equal", [f"{what}: {name}: {text}" for name, text in found.items() if text]
+        return "dropping", [f"{case}: dropout is not refused"]
+    return "equal", [f"{case}: {name}: {failure}" for name, failure in failures.items() if failure]
 
 
 @pytest.mark.parametrize(
@@ -256,7 +261,7 @@ def one_model(seed: int) -> tuple[str, list[str]]:
 )
 @on_ranks(timeout=3000)
 def test_random_models(models: int) -> list[str]:
-    """Of many models, at least half are equal to the unsharded model, and some are refused."""
+    """Of `MODELS` models, at least half match the unsharded model and some are refused."""
     failures, kinds = [], Counter[str]()
     for seed in range(SEED, SEED + models):
         try:
@@ -265,5 +270,5 @@ def test_random_models(models: int) -> list[str]:
             raise RuntimeError(f"seed {1000 * dist.get_world_size() + seed}") from error
         kinds[kind] += 1
         failures += wrong
-    few = 2 * kinds["equal"] < models or not kinds["refused"]
-    return [*failures, *([f"{dict(kinds)}"] if few and models == MODELS else [])]
+    too_few = 2 * kinds["equal"] < models or not kinds["refused"]
+    return [*failures, *([f"{dict(kinds)}"] if too_few and models == MODELS else [])]

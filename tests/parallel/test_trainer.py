@@ -1,4 +1,4 @@
-"""Trainer of transformers, and accelerate, train a parallel model like the unsharded one."""
+"""The transformers Trainer and accelerate train a parallel model like the unsharded model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import hf_models
-from tests.support.ranked import on_ranks, unlike
+from tests.support.ranked import find_unexpected_messages, on_ranks
 from tpkernels import nn as tnn
 from tpkernels.parallel import model_methods
 
@@ -22,12 +22,12 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 
-def _trained(model: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Norms of the gradients in three steps of clipped training, and the weights after it."""
+def _run_trainer(model: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Run three training steps with clipping. Return the gradient norms and the weights."""
     import transformers
 
     arguments = transformers.TrainingArguments(
-        tempfile.gettempdir(),  # nothing is saved
+        tempfile.gettempdir(),  # output folder; the trainer does not save
         max_steps=3,
         per_device_train_batch_size=2,
         max_grad_norm=1.0,
@@ -51,45 +51,54 @@ def _trained(model: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 @on_ranks(2, timeout=180)
 def test_gradients_and_weights() -> list[str]:
-    """With accelerate in charge of the ranks, as on GPUs, where it knows of the ranks from the
-    model; and with ranks of which it knows nothing, as `tpkernels.spmd` starts them. Where it does
-    not know that the ranks share a model, DDP is refused."""
+    """Train with accelerate managing the ranks, as on GPUs, and with ranks that accelerate does not
+    manage, as `tpkernels.spmd` starts them. Norms and weights match the unsharded model. If the
+    model does not declare its ranks to accelerate, DDP is refused."""
     from accelerate import ParallelismConfig
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    single, mesh = hf_models.make("llama"), hf_models.mesh_of_all()
+    single, mesh = hf_models.make("llama"), hf_models.make_world_mesh()
     parallel = tpkernels.parallelize(copy.deepcopy(single), mesh)
     declared = tpkernels.parallelize(copy.deepcopy(single), mesh)
     model_methods.declare_ranks(declared, dist.get_world_size())
-    environment = {
+    saved_environment = {
         name: os.environ.pop(name)
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
         if name in os.environ
     }
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    of_launcher = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
-    of_launcher |= {"LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    launcher_environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
+    launcher_environment |= {
+        "LOCAL_WORLD_SIZE": world,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }
     results = {}
 
     def forget_ranks() -> None:
         for state in (AcceleratorState, GradientState, PartialState):
             state._shared_state.clear()
 
-    def train(model: Any, launched: dict[str, str]) -> Any:
+    def train(model: Any, environment: dict[str, str]) -> Any:
         forget_ranks()
-        with mock.patch.dict(os.environ, launched):
-            return _trained(model)
+        with mock.patch.dict(os.environ, environment):
+            return _run_trainer(model)
 
     try:
         norms, weights = train(single, {})
         results["spmd"] = train(parallel, {})
-        failures = unlike(
-            {"DistributedDataParallel would treat the pa": lambda: train(parallel, of_launcher)}
+        failures = find_unexpected_messages(
+            {
+                "DistributedDataParallel would treat the pa": lambda: train(
+                    parallel, launcher_environment
+                )
+            }
         )
-        with mock.patch.object(ParallelismConfig, "_validate_accelerator"):  # refuses CPUs
-            results["accelerate"] = train(declared, of_launcher)
+        # The validation refuses CPUs.
+        with mock.patch.object(ParallelismConfig, "_validate_accelerator"):
+            results["accelerate"] = train(declared, launcher_environment)
     finally:
-        os.environ.update(environment)
+        os.environ.update(saved_environment)
         forget_ranks()
     for name, (got_norms, got) in results.items():
         assert torch.allclose(torch.tensor(got_norms), torch.tensor(norms), rtol=1e-4), name

@@ -1,5 +1,5 @@
-"""``plan.choose``: what it chooses and why, what it refuses, and that calls that differ are told
-apart. It is pure, so nothing here needs ranks."""
+"""``planning.choose``: selections and their reasons, refusals, and signatures of calls. It is pure,
+so these tests need no ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tpkernels.planning.choose import (
     PIPELINED_MIN_ROWS,
     RING_MIN_BYTES,
     RING_MIN_ROWS,
-    Means,
+    Capabilities,
     Plan,
     choose,
     unsupported_algorithms,
@@ -31,7 +31,7 @@ SUM = ReduceOptions(x_dtype=torch.bfloat16, out_dtype=torch.bfloat16)
 
 
 def problem(op: str, **changes: Any) -> Problem:
-    """A large problem on four ranks."""
+    """Return a large problem on four ranks."""
     reduces_all = "all_reduce" in op
     plain = Problem(
         op=op,
@@ -47,7 +47,7 @@ def problem(op: str, **changes: Any) -> Problem:
 
 
 def small(op: str) -> Problem:
-    """One row a rank less than what is worth splitting."""
+    """Return a problem with one row per rank less than the minimum for a split."""
     sizes = (PIPELINED_MIN_ROWS, PIPELINED_MIN_ROWS - 1, PIPELINED_MIN_ROWS, 0)
     if "all_reduce" in op:
         return problem(op, shape=(LARGE - 1, 512))
@@ -60,44 +60,49 @@ MATMULS = [op for op in PLAIN_OPS if OPS[op].has_matmul]
 
 
 def across_hosts(op: str, nbytes: int, rows: int = LARGE, node: bool = False) -> Plan:
-    """The plan for a tensor of ``nbytes`` whose parts have a quarter of ``rows`` each. ``node``:
-    the ranks of each host share memory."""
+    """Return the plan for a tensor of ``nbytes`` and ``rows`` rows, split over four ranks.
+
+    ``node``: the ranks of each host share memory.
+    """
     shape = (rows, nbytes // rows // 2)
     sizes = () if "all_reduce" in op else (rows // 4,) * 4
-    means = Means(shared_memory=False, why_no_node=None if node else "needs two ranks on a host")
-    return choose(problem(op, shape=shape, sizes=sizes), means)
+    capabilities = Capabilities(
+        shared_memory=False, no_node_reason=None if node else "needs two ranks on a host"
+    )
+    return choose(problem(op, shape=shape, sizes=sizes), capabilities)
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_the_rules(op: str) -> None:
-    """In shared memory many rows are split, few are one matmul, and a collective alone is direct;
-    one rank communicates nothing."""
+def test_default_rules(op: str) -> None:
+    """With shared memory, many rows are split, few rows are one matmul, and collectives use
+    `direct`. A single rank does not communicate."""
     spec = OPS[op]
-    one = problem(op, world=1, sizes=() if "all_reduce" in op else (LARGE,))
+    single = problem(op, world=1, sizes=() if "all_reduce" in op else (LARGE,))
     for shared, algorithm in ((True, "direct"), (False, "unfused")):
-        plan = choose(one, Means(shared_memory=shared))
+        plan = choose(single, Capabilities(shared_memory=shared))
         assert plan.algorithm == algorithm and "one rank" in plan.reason
-    large, few = (choose(each, Means(shared_memory=True)) for each in (problem(op), small(op)))
+    large, few = (choose(p, Capabilities(shared_memory=True)) for p in (problem(op), small(op)))
     if not spec.has_matmul:
         assert large.algorithm == "direct" and "no matmul" in large.reason
         with pytest.raises(NotImplementedError, match=f"'fused' of {op} overlaps communication"):
-            choose(problem(op), Means(shared_memory=True), requested="fused")
-    elif spec.scaled:  # it converts the weight once for each part
-        apart = choose(problem(op), Means(shared_memory=False))
-        assert (large.algorithm, apart.algorithm) == ("direct", "unfused")
-        assert all("would convert the weight again" in plan.reason for plan in (large, apart))
+            choose(problem(op), Capabilities(shared_memory=True), requested="fused")
+    elif spec.scaled:  # every chunk would convert the weight
+        separate = choose(problem(op), Capabilities(shared_memory=False))
+        assert (large.algorithm, separate.algorithm) == ("direct", "unfused")
+        assert all("would convert the weight again" in plan.reason for plan in (large, separate))
         with pytest.raises(NotImplementedError, match=f"'fused' of {op} does not support oper"):
-            choose(problem(op), Means(shared_memory=True), requested="fused")
+            choose(problem(op), Capabilities(shared_memory=True), requested="fused")
     else:
-        by_rule = "direct" if "all_reduce" in op else "pipelined"
-        assert (large.algorithm, few.algorithm) == (by_rule, "direct")
+        default = "direct" if "all_reduce" in op else "pipelined"
+        assert (large.algorithm, few.algorithm) == (default, "direct")
         assert "before an all-reduce" in large.reason or f"{PIPELINED_MIN_ROWS} r" in large.reason
         assert f"{PIPELINED_MIN_ROWS - 1} rows per rank" in few.reason
 
 
 @pytest.mark.parametrize("op", PLAIN_OPS)
-def test_the_rules_without_shared_memory(op: str) -> None:
-    """Few bytes are unfused, many go round the ring, or by two levels, if they are rows enough."""
+def test_default_rules_without_shared_memory(op: str) -> None:
+    """Few bytes use `unfused`. Many bytes use `ring`, or `hierarchical` for matmuls if the ranks of
+    a host share memory. Matmuls with few rows use `unfused`."""
     matmul, limit = op in MATMULS, f"{RING_MIN_BYTES} bytes >="
     for node in (False, True):
         few_bytes = across_hosts(op, RING_MIN_BYTES - 2 * LARGE, node=node)
@@ -116,49 +121,49 @@ def test_the_rules_without_shared_memory(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_what_algorithms_need(op: str) -> None:
+def test_requirements_of_algorithms(op: str) -> None:
     for algorithm in ("unfused",) if OPS[op].routed else ("unfused", "ring"):
-        plan = choose(problem(op), Means(shared_memory=False), requested=algorithm)
+        plan = choose(problem(op), Capabilities(shared_memory=False), requested=algorithm)
         assert plan.algorithm == algorithm
     for algorithm in ("direct",) if OPS[op].routed else ("direct", "pipelined"):
         need = f"'{algorithm}' of {op} needs shared memory, but the ranks"
         with pytest.raises(NotImplementedError, match=need):
-            choose(problem(op), Means(shared_memory=False), requested=algorithm)
+            choose(problem(op), Capabilities(shared_memory=False), requested=algorithm)
     if op not in TWO_LEVELS:
         return
-    across = Means(shared_memory=False)
+    across = Capabilities(shared_memory=False)
     assert choose(problem(op), across, requested="hierarchical").algorithm == "hierarchical"
-    alone = replace(across, why_no_node="needs a host with two or more ranks")
-    for means, need in [
-        (alone, "needs a host with two or more ranks"),
-        (Means(shared_memory=True), "is for groups that span hosts"),
+    no_node = replace(across, no_node_reason="needs a host with two or more ranks")
+    for capabilities, need in [
+        (no_node, "needs a host with two or more ranks"),
+        (Capabilities(shared_memory=True), "is for groups that span hosts"),
     ]:
         with pytest.raises(NotImplementedError, match=f"'hierarchical' of {op} {need}"):
-            choose(problem(op), means, requested="hierarchical")
-    instead = (
+            choose(problem(op), capabilities, requested="hierarchical")
+    message = (
         f"does not support {op} on cuda tensors, only on cpu tensors; across hosts use 'unfused' or"
     )
-    with pytest.raises(NotImplementedError, match=f"'hierarchical' of {op} {instead}"):
+    with pytest.raises(NotImplementedError, match=f"'hierarchical' of {op} {message}"):
         choose(problem(op, device="cuda"), across, requested="hierarchical")
     assert choose(problem(op, device="cuda"), across).algorithm == "unfused"
-    wide = problem(op, shape=(LARGE, 1 << 20))
-    means = Means(shared_memory=False, workspace_bytes=1 << 16)
+    wide_rows = problem(op, shape=(LARGE, 1 << 20))
+    capabilities = Capabilities(shared_memory=False, workspace_bytes=1 << 16)
     if "matmul" in op:
         with pytest.raises(NotImplementedError, match="bytes for one row of each rank"):
-            choose(wide, means, requested="hierarchical")
+            choose(wide_rows, capabilities, requested="hierarchical")
     else:
-        assert choose(wide, means, requested="hierarchical").algorithm == "hierarchical"
+        assert choose(wide_rows, capabilities, requested="hierarchical").algorithm == "hierarchical"
 
 
 def test_a_gather_of_k_is_never_split() -> None:
     along_k = problem("all_gather_matmul", shape=(LARGE, 8192), dim=1, sizes=(2048,) * 4)
     for shared_memory, algorithm in [(True, "direct"), (False, "unfused")]:
-        assert choose(along_k, Means(shared_memory=shared_memory)).algorithm == algorithm
-    for variant in ("ring", "pipelined"):
+        assert choose(along_k, Capabilities(shared_memory=shared_memory)).algorithm == algorithm
+    for algorithm in ("ring", "pipelined"):
         with pytest.raises(
-            NotImplementedError, match=f"'{variant}' of all_gather_matmul cannot gath"
+            NotImplementedError, match=f"'{algorithm}' of all_gather_matmul cannot gath"
         ):
-            choose(along_k, Means(shared_memory=True), requested=variant)
+            choose(along_k, Capabilities(shared_memory=True), requested=algorithm)
 
 
 def test_buffers_hold_the_largest_shard() -> None:
@@ -171,36 +176,38 @@ def test_buffers_hold_the_largest_shard() -> None:
         assert needed(uneven, 1 << 30) == needed(even, 1 << 30)
 
 
-def test_what_is_refused() -> None:
+def test_refusals() -> None:
     for device, shared, requested in [("cpu", False, "hierarchical"), ("cuda", True, "direct")]:
         with pytest.raises(
             NotImplementedError, match=f"does not support all_to_all on {device} tens"
         ):
-            choose(problem("all_to_all", device=device), Means(shared), requested=requested)
+            choose(problem("all_to_all", device=device), Capabilities(shared), requested=requested)
     for name in ("tree", "Direct", "", "auto "):
         with pytest.raises(ValueError, match=f"'{name}'; choose from auto, unfused, ring, direct"):
-            choose(problem("all_gather"), Means(shared_memory=True), requested=name)
+            choose(problem("all_gather"), Capabilities(shared_memory=True), requested=name)
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
 @pytest.mark.parametrize("op", OPS)
-def test_what_is_possible_can_be_asked_for_and_exists(op: str, shared_memory: bool) -> None:
-    found = unsupported_algorithms(problem(op), Means(shared_memory=shared_memory))
-    assert list(found) == list(ALGORITHMS)
-    for algorithm, reason in found.items():
+def test_supported_algorithms_can_be_requested_and_exist(op: str, shared_memory: bool) -> None:
+    reasons = unsupported_algorithms(problem(op), Capabilities(shared_memory=shared_memory))
+    assert list(reasons) == list(ALGORITHMS)
+    for algorithm, reason in reasons.items():
         if reason is None:
-            plan = choose(problem(op), Means(shared_memory=shared_memory), requested=algorithm)
+            plan = choose(
+                problem(op), Capabilities(shared_memory=shared_memory), requested=algorithm
+            )
             assert plan.algorithm == algorithm
             assert (op, algorithm) in TABLES["cpu"]
         else:
             assert reason.strip()
-    assert choose(problem(op), Means(shared_memory=shared_memory)).algorithm in [
-        algorithm for algorithm, reason in found.items() if reason is None
+    assert choose(problem(op), Capabilities(shared_memory=shared_memory)).algorithm in [
+        algorithm for algorithm, reason in reasons.items() if reason is None
     ]
 
 
-def variants(op: str) -> list[Problem]:
-    """Problems that ranks must not mix, each different from the first in one thing."""
+def distinct_problems(op: str) -> list[Problem]:
+    """Return problems that ranks must not mix. Each differs from the first in one property."""
     base = problem(op)
     changed = [
         replace(base, dtype=torch.float16),
@@ -220,39 +227,50 @@ def variants(op: str) -> list[Problem]:
     return [base, *changed]
 
 
-def test_signatures_tell_calls_apart() -> None:
+def test_signatures_distinguish_calls() -> None:
     plans: dict[tuple[Problem, str], Plan] = {}
     for op in OPS:
-        for one in variants(op):
-            for algorithm, reason in unsupported_algorithms(one, Means(shared_memory=True)).items():
+        for p in distinct_problems(op):
+            for algorithm, reason in unsupported_algorithms(
+                p, Capabilities(shared_memory=True)
+            ).items():
                 if reason is None:
-                    plan = choose(one, Means(shared_memory=True), requested=algorithm)
-                    plans[one, algorithm] = plan
+                    plan = choose(p, Capabilities(shared_memory=True), requested=algorithm)
+                    plans[p, algorithm] = plan
     for first, second in itertools.combinations(plans.values(), 2):
-        assert first.signature != second.signature, (first.text, second.text)
-        assert first.text != second.text
-    for (one, algorithm), plan in plans.items():
-        assert one.op in plan.text and algorithm in plan.text and str(list(one.shape)) in plan.text
+        assert first.signature != second.signature, (first.description, second.description)
+        assert first.description != second.description
+    for (p, algorithm), plan in plans.items():
+        assert (
+            p.op in plan.description
+            and algorithm in plan.description
+            and str(list(p.shape)) in plan.description
+        )
         assert 0 < plan.signature < 2**32
 
 
 def test_the_choice_is_pure() -> None:
-    """Equal problems get equal plans, whatever was asked before; there is no process group to ask.
-    How an algorithm came to be chosen is no part of the call's name: ranks may differ in that."""
+    """Equal problems get equal plans, independent of earlier calls. The reason of a choice is not
+    in the signature, because ranks may differ in it."""
     for op in OPS:
-        plan = choose(problem(op), Means(shared_memory=True))
-        choose(small(op), Means(shared_memory=True))
-        assert choose(problem(op), Means(shared_memory=True)) == plan
-        asked = choose(problem(op), Means(shared_memory=True), requested=plan.algorithm)
-        assert (asked.text, asked.signature) == (plan.text, plan.signature)
-        assert asked.reason == "requested"
-        for one, shared in itertools.product([problem(op), small(op)], [True, False]):
-            assert choose(one, Means(shared_memory=shared)).reason.strip()
+        plan = choose(problem(op), Capabilities(shared_memory=True))
+        choose(small(op), Capabilities(shared_memory=True))
+        assert choose(problem(op), Capabilities(shared_memory=True)) == plan
+        requested_plan = choose(
+            problem(op), Capabilities(shared_memory=True), requested=plan.algorithm
+        )
+        assert (requested_plan.description, requested_plan.signature) == (
+            plan.description,
+            plan.signature,
+        )
+        assert requested_plan.reason == "requested"
+        for p, shared in itertools.product([problem(op), small(op)], [True, False]):
+            assert choose(p, Capabilities(shared_memory=shared)).reason.strip()
 
 
-def test_rows_count_in_all_dims_of_the_matrix_but_those_before_the_split() -> None:
-    """Blocks before the split dim are separate products. Columns are split if there are many
-    rows."""
+def test_rows_are_counted_from_the_split_dim_on() -> None:
+    """Blocks before the split dim are separate matmuls. Columns are split if the number of rows is
+    large."""
     many = PIPELINED_MIN_ROWS
     for op, shape, dim, size, algorithm in [
         ("all_gather_matmul", (8, many // 2, 512), 0, 2, "pipelined"),
@@ -260,40 +278,46 @@ def test_rows_count_in_all_dims_of_the_matrix_but_those_before_the_split() -> No
         ("matmul_reduce_scatter", (many, 512), 1, 128, "pipelined"),
         ("matmul_reduce_scatter", (many - 1, 512), 1, 128, "direct"),
     ]:
-        one = problem(op, shape=shape, dim=dim, sizes=(size,) * 4)
-        assert choose(one, Means(shared_memory=True)).algorithm == algorithm, shape
+        p = problem(op, shape=shape, dim=dim, sizes=(size,) * 4)
+        assert choose(p, Capabilities(shared_memory=True)).algorithm == algorithm, shape
 
 
-# The number of hops of a small all-reduce on GPUs, by the model of hops.
+# One-shot or two-shot for a small all-reduce on GPUs, by the cost model.
 
 
-ONE, TWO, FENCED = "ll", "ll_two_shot", "two_shot"
-KIB, WORDS = 1 << 10, frozenset({ONE, TWO, FENCED})
+ONE_SHOT, TWO_SHOT, FENCED = "ll", "ll_two_shot", "two_shot"
+KIB, ALL_VARIANTS = 1 << 10, frozenset({ONE_SHOT, TWO_SHOT, FENCED})
 
 
-def test_one_hop_up_to_a_size_that_depends_on_the_ranks() -> None:
-    """What 0.6 us at 450 GB/s carry, 270 KB, over the bytes that two hops save."""
-    for world, most in ((3, 202_500), (4, 90_000), (8, 25_714), (16, 10_285)):
-        assert all_reduce_variant(most, world, WORDS) == ONE
-        assert all_reduce_variant(most + 2, world, WORDS) == TWO
-    # Alone nothing is sent. Between two, words in one hop are as many as in two.
-    assert all_reduce_variant(1 << 19, 1, WORDS) == all_reduce_variant(1 << 19, 2, WORDS) == ONE
+def test_one_shot_limit_by_world_size() -> None:
+    """The limit is 270 KB, sent in 0.6 us at 450 GB/s, divided by the bytes that two-shot saves per
+    byte of the tensor."""
+    for world, limit in ((3, 202_500), (4, 90_000), (8, 25_714), (16, 10_285)):
+        assert all_reduce_variant(limit, world, ALL_VARIANTS) == ONE_SHOT
+        assert all_reduce_variant(limit + 2, world, ALL_VARIANTS) == TWO_SHOT
+    # One rank sends no data. Between two ranks, one-shot sends as many bytes as two-shot.
+    assert (
+        all_reduce_variant(1 << 19, 1, ALL_VARIANTS)
+        == all_reduce_variant(1 << 19, 2, ALL_VARIANTS)
+        == ONE_SHOT
+    )
 
 
 def test_the_fastest_by_the_model() -> None:
-    most = cost.WITHOUT_FENCES[TWO]
+    max_bytes = cost.MAX_LL_BYTES[TWO_SHOT]
     for world in (2, 3, 4, 5, 8, 16, 72):
-        for nbytes in (*range(0, 256 * KIB, 8 * KIB), most):
-            variants = {
-                variant: hop_seconds(variant, nbytes, world) for variant in (ONE, TWO, FENCED)
+        for nbytes in (*range(0, 256 * KIB, 8 * KIB), max_bytes):
+            seconds = {
+                variant: hop_seconds(variant, nbytes, world)
+                for variant in (ONE_SHOT, TWO_SHOT, FENCED)
             }
-            variant = all_reduce_variant(nbytes, world, WORDS)
-            assert variant == min(variants, key=variants.__getitem__), (nbytes, world)
-        assert all_reduce_variant(most + 1, world, WORDS) == FENCED
+            variant = all_reduce_variant(nbytes, world, ALL_VARIANTS)
+            assert variant == min(seconds, key=seconds.__getitem__), (nbytes, world)
+        assert all_reduce_variant(max_bytes + 1, world, ALL_VARIANTS) == FENCED
 
 
-def test_only_what_is_qualified() -> None:
+def test_only_qualified_variants() -> None:
     for nbytes in (1 << 10, 1 << 22):
-        for variant in (ONE, TWO, FENCED):
+        for variant in (ONE_SHOT, TWO_SHOT, FENCED):
             assert all_reduce_variant(nbytes, 4, frozenset({variant})) == variant
-    assert all_reduce_variant(1 << 10, 4, frozenset({TWO, FENCED})) == TWO
+    assert all_reduce_variant(1 << 10, 4, frozenset({TWO_SHOT, FENCED})) == TWO_SHOT

@@ -1,4 +1,4 @@
-"""The file of measured times: nothing in it is trusted, and all ranks use rank 0's."""
+"""The file of measured times: its content is not trusted, and all ranks use the file of rank 0."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ import tpkernels
 from tests.planning.test_table import measured, plan, spec
 from tests.support import emulated, faults
 from tests.support.cases import RanksFixture
-from tests.support.ranked import apart, fresh_group
+from tests.support.ranked import fresh_group, separate_hosts
 from tpkernels import groups
 from tpkernels.bench.cases import random_case
 from tpkernels.bench.specs import Spec
 from tpkernels.common.cache import locked
 from tpkernels.planning import machine, store
-from tpkernels.planning.choose import NOTHING_TUNED
+from tpkernels.planning.choose import EMPTY_TABLE
 from tpkernels.planning.machine import Machine, this_machine
 from tpkernels.planning.op_spec import OPS
 from tpkernels.planning.table import Table
@@ -39,29 +39,29 @@ MACHINE = this_machine("cpu", 2, 1, True, threads=1)
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of `MACHINE`'s table."""
+    """Return the path of the table of `MACHINE`."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return store.path_for(MACHINE)
+    return store.get_table_path(MACHINE)
 
 
 FEW = measured(spec(9), ring=2, direct=3)
 TABLE = Table((measured(spec(64), unfused=1.5, direct=1.0), FEW))
 
 
-def test_a_table_comes_back(cache: Path) -> None:
+def test_a_saved_table_is_loaded(cache: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert store.load_or_warn(MACHINE) == NOTHING_TUNED  # no file, no warning
+        assert store.load_or_warn(MACHINE) == EMPTY_TABLE  # no file, no warning
         assert store.update(MACHINE, *TABLE.measurements) == (cache, TABLE)
         assert store.load_or_warn(MACHINE) == TABLE
     assert [file.name for file in cache.parent.iterdir()] == [cache.name]
-    newer = measured(spec(64), unfused=0.5, direct=1.0)  # of the same case
+    newer = measured(spec(64), unfused=0.5, direct=1.0)  # newer times of a stored case
     assert store.update(MACHINE, newer)[1].measurements == (newer, FEW)
     assert store.load_or_warn(MACHINE).measurements == (newer, FEW)
     assert plan(spec(64), FEW, newer).algorithm == "unfused"
 
 
-def test_each_machine_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_machine_has_a_separate_file(monkeypatch: pytest.MonkeyPatch) -> None:
     changes: list[dict[str, Any]] = [
         {"device": "another"}, {"cores": 99}, {"threads": 7}, {"ranks": 3},
         {"hosts": 2}, {"shared_memory": False}, {"vector_unit": "none"}, {"kind": "cuda"},
@@ -77,7 +77,7 @@ def edited(**changes: Any) -> Callable[[dict[str, Any]], Any]:
 
 
 def first(**changes: Any) -> Callable[[dict[str, Any]], Any]:
-    """The content with its first measurement changed."""
+    """Return a function that changes the first measurement of the content."""
     return lambda content: content | {"measurements": [content["measurements"][0] | changes]}
 
 
@@ -120,7 +120,7 @@ def test_a_bad_file_is_ignored_with_one_warning(cache: Path) -> None:
             content = json.dumps(content(json.loads(cache.read_bytes()))).encode()
         cache.write_bytes(content)
         with pytest.warns(RuntimeWarning) as raised:
-            assert store.load_or_warn(MACHINE) == NOTHING_TUNED, case
+            assert store.load_or_warn(MACHINE) == EMPTY_TABLE, case
         (warning,) = raised
         assert f"ignoring the tuning cache {cache}: " in str(warning.message)
         assert reason in str(warning.message), case
@@ -134,14 +134,14 @@ def test_no_table_without_a_home_or_a_file(cache: Path, monkeypatch: pytest.Monk
     cache.parent.chmod(0o777)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert store.load_or_warn(MACHINE) == NOTHING_TUNED
+        assert store.load_or_warn(MACHINE) == EMPTY_TABLE
 
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", homeless)
-    assert store.load_or_warn(MACHINE) == NOTHING_TUNED
+    assert store.load_or_warn(MACHINE) == EMPTY_TABLE
 
 
 # Updates.
@@ -150,25 +150,25 @@ UPDATES = 25
 
 
 def update_often(home: str) -> None:
-    """Each rank adds its own cases one by one, concurrently with the others."""
+    """Add cases one by one, concurrently with the peer."""
     with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": home}):
         dist.barrier()
         for i in range(UPDATES):
             store.update(MACHINE, measured(spec(2 * i + 1 + dist.get_rank()), direct=1.0))
 
 
-def test_updates_of_two_processes_are_all_kept(ranks: RanksFixture, cache: Path) -> None:
+def test_concurrent_updates_are_all_saved(ranks: RanksFixture, cache: Path) -> None:
     ranks(2).run(update_often, str(cache.parent.parent))
-    kept = {one.extent for one in store.load_or_warn(MACHINE).measurements}
-    assert kept == set(range(1, 2 * UPDATES + 1))
+    saved = {m.extent for m in store.load_or_warn(MACHINE).measurements}
+    assert saved == set(range(1, 2 * UPDATES + 1))
 
 
-def test_a_lock_that_is_never_given_back_is_an_error(
+def test_a_lock_that_is_never_released_is_an_error(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "_LOCK_SECONDS", 0.2)
     store.update(MACHINE, measured(spec(1), direct=1.0))
-    lock = store.path_for(MACHINE).with_suffix(".lock")
+    lock = store.get_table_path(MACHINE).with_suffix(".lock")
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         begin = time.monotonic()
@@ -180,20 +180,22 @@ def test_a_lock_that_is_never_given_back_is_an_error(
     assert len(store.update(MACHINE, measured(spec(3), direct=1.0))[1].measurements) == 2
 
 
-def test_one_at_a_time_has_the_lock(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the last holder removes the file after this process has opened it, and a new one
-    is created."""
+def test_the_lock_is_exclusive(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The previous holder may remove the file after this process has opened it, and a new file may
+    be created."""
     cache.parent.mkdir(0o700)
     path, flock = cache.with_name("file.lock"), fcntl.flock
     for removed, replaced in ((False, False), (True, False), (True, True)):
         first = iter([removed])
 
-        def late(handle: int, how: int, first: Any = first, replaced: bool = replaced) -> None:
+        def late(
+            handle: int, operation: int, first: Any = first, replaced: bool = replaced
+        ) -> None:
             if next(first, False):
                 path.unlink()
                 if replaced:
                     path.touch()
-            flock(handle, how)
+            flock(handle, operation)
 
         monkeypatch.setattr(fcntl, "flock", late)
         with locked(path, seconds=1), pytest.raises(TimeoutError), locked(path, seconds=0):
@@ -213,64 +215,68 @@ def test_a_write_that_fails_leaves_the_old_table_and_no_lock(
     assert [file.name for file in cache.parent.iterdir()] == [cache.name]
 
 
-def test_a_link_in_the_place_of_the_lock_is_not_followed(cache: Path) -> None:
+def test_a_symbolic_link_as_lock_file_is_not_followed(cache: Path) -> None:
     cache.parent.mkdir(0o700)
-    store.path_for(MACHINE).with_suffix(".lock").symlink_to(cache.with_name("victim"))
+    store.get_table_path(MACHINE).with_suffix(".lock").symlink_to(cache.with_name("victim"))
     with pytest.raises(OSError, match="symbolic link"):
         store.update(MACHINE, measured(spec(1), direct=1.0))
     assert not (cache.with_name("victim")).exists()
-    assert store.load_or_warn(MACHINE) == NOTHING_TUNED
+    assert store.load_or_warn(MACHINE) == EMPTY_TABLE
 
 
 # On ranks.
 
 
-def problems_of_calls(specs: list[Spec]) -> list[Any]:
-    """The problems that the ops themselves plan."""
+def collect_problems(specs: list[Spec]) -> list[Any]:
+    """Return the problems that the ops plan for these cases."""
     assert dist.group.WORLD is not None
     group, problems = groups.get(dist.group.WORLD.group_name), []
-    for one in specs:
-        group.forget_calls()
-        random_case(one).run()
+    for case in specs:
+        group.clear_planned_calls()
+        random_case(case).run()
         (call,) = group.planned_calls()
         problems.append(call.problem)
     return problems
 
 
-def test_what_is_tuned_is_what_is_called(ranks: RanksFixture) -> None:
-    """Otherwise no measurement would ever apply."""
+def test_tuned_problems_equal_called_problems(ranks: RanksFixture) -> None:
+    """Compare the problems of benchmark cases with the problems that the ops plan.
+
+    If they differed, no measurement would apply.
+    """
     specs = [spec(9, op=op) if "matmul" in op else Spec(op, (77,), torch.float32) for op in OPS]
-    for problems in ranks(2).run(problems_of_calls, specs):
+    for problems in ranks(2).run(collect_problems, specs):
         assert problems == [spec.problem(2) for spec in specs]
 
 
-def chosen_with_cache(folders: list[str], spread: bool) -> tuple[str, str, int, Machine]:
-    """The choice of auto if each rank has its own folder, and the number of warnings."""
+def choose_with_cache(folders: list[str], spread: bool) -> tuple[str, str, int, Machine]:
+    """Return the choice of `auto` and its reason, the number of warnings, and the machine. Each
+    rank has a separate cache folder."""
     with contextlib.ExitStack() as stack:
-        own = {"XDG_CACHE_HOME": folders[dist.get_rank()]}
-        stack.enter_context(mock.patch.dict(os.environ, own))
+        env = {"XDG_CACHE_HOME": folders[dist.get_rank()]}
+        stack.enter_context(mock.patch.dict(os.environ, env))
         raised = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
         if spread:
-            stack.enter_context(apart())
+            stack.enter_context(separate_hosts())
         pg = stack.enter_context(fresh_group())
         group = groups.get(pg.group_name)
         x, w = torch.ones(32, 512).bfloat16(), torch.ones(512, 256).bfloat16()
         tpkernels.all_gather_matmul(x, w, pg)
         (call,) = group.planned_calls()
         machine = this_machine("cpu", 2, group.hosts, group.shared_memory)
-    count = sum("tuning cache" in str(one.message) for one in raised)
+    count = sum("tuning cache" in str(warning.message) for warning in raised)
     return call.plan.algorithm, call.plan.reason, count, machine
 
 
 @pytest.mark.parametrize("spread", [False, True], ids=["one host", "no memory in common"])
-def test_ranks_with_different_caches_choose_alike(
+def test_ranks_with_different_caches_agree(
     ranks: RanksFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spread: bool
 ) -> None:
-    """Rank 0's table counts, and only rank 0 warns."""
+    """All ranks use the table of rank 0, and only rank 0 warns."""
     folders = [str(tmp_path / name) for name in "ab"]
-    results = ranks(2).run(chosen_with_cache, folders, spread)
-    assert [one[0] for one in results] == ["unfused" if spread else "direct"] * 2
+    results = ranks(2).run(choose_with_cache, folders, spread)
+    assert [result[0] for result in results] == ["unfused" if spread else "direct"] * 2
     machine = results[0][3]
     assert (machine.shared_memory, machine.hosts) == (not spread, 1)
     for folder, slow in zip(folders, ("direct", "ring"), strict=True):
@@ -278,53 +284,57 @@ def test_ranks_with_different_caches_choose_alike(
         times = dict.fromkeys(("unfused", "ring", "direct", "pipelined"), 2.0)
         times["ring" if slow == "direct" else "unfused"] = 1.0
         store.update(machine, measured(spec(64), **times))
-    for one in ranks(2).run(chosen_with_cache, folders, spread):
-        assert one[:3] == ("ring", "tuned: 1 ms, unfused 2 ms, 2026-11-21", 0)
+    for result in ranks(2).run(choose_with_cache, folders, spread):
+        assert result[:3] == ("ring", "tuned: 1 ms, unfused 2 ms, 2026-11-21", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", folders[0])
-    store.path_for(machine).write_bytes(b"{")
-    results = ranks(2).run(chosen_with_cache, folders, spread)
-    assert [one[0] for one in results] == ["unfused" if spread else "direct"] * 2
-    assert [one[2] for one in results] == [1, 0]
+    store.get_table_path(machine).write_bytes(b"{")
+    results = ranks(2).run(choose_with_cache, folders, spread)
+    assert [result[0] for result in results] == ["unfused" if spread else "direct"] * 2
+    assert [result[2] for result in results] == [1, 0]
 
 
-def table_apart() -> str:
-    with mock.patch.object(store, "load", lambda machine: (Table(), "is ignored")), apart():
+def warn_on_separate_hosts() -> str:
+    with (
+        mock.patch.object(store, "load", lambda machine: (Table(), "is ignored")),
+        separate_hosts(),
+    ):
         group = faults.new_group()
         warnings.simplefilter("error")
-        return faults.ending_of(lambda: faults.run_op("all_gather", group)).error
+        return faults.record_ending(lambda: faults.run_op("all_gather", group)).error
 
 
-def test_without_shared_memory_a_warning_comes_after_the_call(ranks: RanksFixture) -> None:
-    assert ranks(2).run(table_apart) == ["RuntimeWarning", ""]
+def test_a_warning_without_shared_memory_follows_the_call(ranks: RanksFixture) -> None:
+    assert ranks(2).run(warn_on_separate_hosts) == ["RuntimeWarning", ""]
 
 
-def test_times_on_gpus_are_those_of_their_links_and_libraries(
+def test_times_on_gpus_depend_on_links_and_libraries(
     cxx_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And of nothing on the host: `tpkernels tune` has other threads than torchrun."""
+    """They do not depend on the host: `tpkernels tune` runs with a different number of threads than
+    torchrun."""
     nvml = str(emulated.build(cxx_cache, "nvml.cpp", "-fPIC", "-shared"))
     monkeypatch.setattr("tpkernels.common.nvml.LIBRARY", nvml)
-    monkeypatch.setattr("tpkernels.common.nvml.uuid_of", lambda number: f"GPU-{number}")
+    monkeypatch.setattr("tpkernels.common.nvml.get_uuid", lambda number: f"GPU-{number}")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
 
-    def found() -> Machine:
+    def get_machine() -> Machine:
         machine._gpus.cache_clear()
         return this_machine("cuda", 4, 1, True)
 
-    first = found()
+    first = get_machine()
     assert first.gpus == "4 GPUs, 0 pairs without NVLink; driver 580.65.06, NCCL 2.27.3"
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(99))
-    assert found().file_name == first.file_name
-    others = set()
+    assert get_machine().file_name == first.file_name
+    changed = set()
     for name, value in (("EMULATED_DRIVER", "590.1"), ("EMULATED_UNLINKED", "1-3")):
         monkeypatch.setenv(name, value)
-        others.add(found().file_name)
+        changed.add(get_machine().file_name)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 1))
-    others.add(found().file_name)
+    changed.add(get_machine().file_name)
     monkeypatch.setattr("tpkernels.common.nvml.LIBRARY", "libmissing.so")
-    assert found().gpus == "4 GPUs, links unknown: OSError; driver unknown, NCCL 2.28.1"
-    assert len(others | {first.file_name, found().file_name}) == 5
+    assert get_machine().gpus == "4 GPUs, links unknown: OSError; driver unknown, NCCL 2.28.1"
+    assert len(changed | {first.file_name, get_machine().file_name}) == 5
     machine._gpus.cache_clear()

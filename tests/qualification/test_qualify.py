@@ -1,6 +1,9 @@
-"""`tpkernels qualify`, rehearsed between processes: the kernels of csrc/cuda on the emulated
-driver, those of Triton under their interpreter. A clean pass; then faults, one at a time, each of
-which disqualifies what it spoils, and nothing else."""
+"""A dry run of `tpkernels qualify` between processes: the kernels of csrc/cuda on the emulated
+driver, Triton kernels under the interpreter.
+
+After a clean pass, faults are planted one at a time. Each fault disqualifies only the variants that
+it affects.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ import torch.distributed as dist
 from tests.support import emulated
 from tests.support.cuda_rehearsal import SharedMemory
 from tests.support.multimem_rehearsal import Multimem
-from tests.support.nccl_rehearsal import over_nccl
+from tests.support.nccl_rehearsal import nccl_code_path
 from tests.support.tiers import sweep
 from tpkernels.algorithms import fused, multimem
 from tpkernels.algorithms.backends import TABLES
@@ -43,14 +46,14 @@ RELIES_ON = {stage.name: stage.relies_on for stage in schedule(TWO)}
 
 
 @contextlib.contextmanager
-def rehearsal(
+def dry_run(
     driver: str, kernel: str = "", kind: str = "", patch: Callable[[], Any] | None = None
 ) -> Iterator[None]:
-    """On a rank: the way of CUDA tensors; rank 1 has a fault of ``kind`` in ``kernel``, or is
-    patched. If ranks are virtual, all are."""
+    """Run a rank on the code path of CUDA tensors. The last rank has a fault of ``kind`` in
+    ``kernel``, or a patch. Virtual ranks share one process, so all of them are affected."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(over_nccl(driver, None))
-        if kernel:  # nobody waits long for what does not come
+        stack.enter_context(nccl_code_path(driver, None))
+        if kernel:  # waits for missing signals end soon
             for module, name in (
                 (checks, "TIMEOUT_S"),
                 (litmus, "TIMEOUT_S"),
@@ -65,26 +68,26 @@ def rehearsal(
         yield
 
 
-def qualified(around: Any, *names: str, on: Topology = TWO) -> dict[str, StageOutcome]:
-    """The outcomes of the stages with these names, or of all."""
-    stages = [stage for stage in schedule(on) if not names or stage.name in names]
-    report: QualificationReport = run(stages, "cpu", around=around)
+def run_stages(rank_context: Any, *names: str, topology: Topology = TWO) -> dict[str, StageOutcome]:
+    """Run the stages with these names, or all stages, and return their outcomes."""
+    stages = [stage for stage in schedule(topology) if not names or stage.name in names]
+    report: QualificationReport = run(stages, "cpu", rank_context=rank_context)
     return {**report.litmus.get("2", {}), **report.variants.get("2", {})}
 
 
 @pytest.mark.parametrize("kind", sweep(["direct", "others", "fused"], 1, 1))
 def test_a_clean_pass(cuda_driver: str, kind: str) -> None:
     kinds = {name: name.partition("/")[0] for name in RELIES_ON}
-    names = {name for name, of in kinds.items() if of == kind}
+    names = {name for name, prefix in kinds.items() if prefix == kind}
     if kind == "others":
-        names = {name for name, of in kinds.items() if of not in ("direct", "fused")}
+        names = {name for name, prefix in kinds.items() if prefix not in ("direct", "fused")}
     names |= {test for name in names for test in RELIES_ON[name]}
-    outcomes = qualified(functools.partial(rehearsal, cuda_driver), *names)
+    outcomes = run_stages(functools.partial(dry_run, cuda_driver), *names)
     assert {outcome.status for outcome in outcomes.values()} == {QUALIFIED}, outcomes
     assert all(outcome.checks >= 12 for outcome in outcomes.values())
 
 
-# The kernel with the fault, what it disqualifies, what stays, and what the report says of it.
+# (kernel with the fault, disqualified variant, unaffected variant, kind of failure)
 SHARDS, SUMS = "one_shot_all_gather", "two_shot_all_reduce"
 FAULTS = {
     "torn word": ("ll_all_reduce", "direct/ll", "direct/ll_two_shot", "wrong"),
@@ -101,13 +104,15 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", sweep(FAULTS, 3, 1))
 def test_a_fault_disqualifies_its_variant(cuda_driver: str, fault: str) -> None:
-    kernel, spoilt, whole, kind = FAULTS[fault]
-    around = functools.partial(rehearsal, cuda_driver, kernel, fault)
-    with mock.patch.multiple("tpkernels.qualification.run", _LEAST_S=12.0, _GRACE=1.0):
-        outcomes = qualified(around, *RELIES_ON[spoilt], *RELIES_ON[whole], spoilt, whole)
-    assert outcomes[whole].status == QUALIFIED, outcomes[whole]
-    assert outcomes[spoilt].status == DISQUALIFIED
-    failure = outcomes[spoilt].failure
+    kernel, affected, unaffected, kind = FAULTS[fault]
+    rank_context = functools.partial(dry_run, cuda_driver, kernel, fault)
+    with mock.patch.multiple("tpkernels.qualification.run", _MIN_S=12.0, _GRACE=1.0):
+        outcomes = run_stages(
+            rank_context, *RELIES_ON[affected], *RELIES_ON[unaffected], affected, unaffected
+        )
+    assert outcomes[unaffected].status == QUALIFIED, outcomes[unaffected]
+    assert outcomes[affected].status == DISQUALIFIED
+    failure = outcomes[affected].failure
     assert failure is not None and failure.kind == kind, failure
 
 
@@ -120,11 +125,9 @@ LITMUS_FAULTS = {
 
 
 @pytest.mark.parametrize("test", sweep(LITMUS_FAULTS, 1, 1))
-def test_a_litmus_test_that_fails_disqualifies_what_relies_on_it(
-    cuda_driver: str, test: str
-) -> None:
+def test_a_failed_litmus_test_disqualifies_its_variants(cuda_driver: str, test: str) -> None:
     kernel, fault, variant = LITMUS_FAULTS[test]
-    outcomes = qualified(functools.partial(rehearsal, cuda_driver, kernel, fault), test, variant)
+    outcomes = run_stages(functools.partial(dry_run, cuda_driver, kernel, fault), test, variant)
     failure = outcomes[test].failure
     assert outcomes[test].status == DISQUALIFIED and failure is not None
     assert outcomes[variant].status == NOT_RUN and test in outcomes[variant].why, outcomes[variant]
@@ -134,7 +137,7 @@ def test_a_litmus_test_that_fails_disqualifies_what_relies_on_it(
 
 
 def rolled_rows() -> Any:
-    """The rows of x are off by one."""
+    """Patch an op so that the rows of x are off by one."""
     key = "matmul_reduce_scatter", "fused"
     run = TABLES["cuda"][key]
 
@@ -145,7 +148,7 @@ def rolled_rows() -> Any:
 
 
 class Scarce(SharedMemory):
-    """Too little for the words of all that is pushed at once."""
+    """Memory that is too small for the workspace of a large call."""
 
     @staticmethod
     def empty(nbytes: int, **options: Any) -> torch.Tensor:
@@ -155,7 +158,7 @@ class Scarce(SharedMemory):
 
 
 class WrongSwitch(Multimem):
-    """A part of this rank's sums is one too large."""
+    """An in-switch reduction with a wrong row on this rank."""
 
     def multimem_all_reduce_(self, x: torch.Tensor, op: str, name: str) -> None:
         super().multimem_all_reduce_(x, op, name)
@@ -179,12 +182,12 @@ PATCHES = {
 
 @pytest.mark.parametrize("fault", sweep(PATCHES, 2, 2))
 def test_a_fault_outside_the_kernels_of_cuda(cuda_driver: str, fault: str) -> None:
-    patch, spoilt, whole, kind = PATCHES[fault]
-    around = functools.partial(rehearsal, cuda_driver, patch=patch)
-    outcomes = qualified(around, "messages", "copies", spoilt, whole)
-    failure = outcomes[spoilt].failure
-    assert outcomes[whole].status == QUALIFIED, outcomes[whole]
-    assert failure is not None and failure.kind == kind, outcomes[spoilt]
+    patch, affected, unaffected, kind = PATCHES[fault]
+    rank_context = functools.partial(dry_run, cuda_driver, patch=patch)
+    outcomes = run_stages(rank_context, "messages", "copies", affected, unaffected)
+    failure = outcomes[affected].failure
+    assert outcomes[unaffected].status == QUALIFIED, outcomes[unaffected]
+    assert failure is not None and failure.kind == kind, outcomes[affected]
     assert failure.first or "out of memory" in failure.text, failure
 
 
@@ -194,12 +197,12 @@ def test_faults_of_a_rank(cuda_driver: str, algorithm: str) -> None:
     stages = [
         stage for stage in schedule(TWO, thorough=True) if stage.name.endswith(f", {algorithm}")
     ]
-    report = run(stages, "cpu", around=functools.partial(rehearsal, cuda_driver))
+    report = run(stages, "cpu", rank_context=functools.partial(dry_run, cuda_driver))
     assert len(report.litmus["2"]) == 3
-    assert {one.status for one in report.litmus["2"].values()} == {QUALIFIED}, report.litmus
+    assert {outcome.status for outcome in report.litmus["2"].values()} == {QUALIFIED}, report.litmus
 
 
-# Virtual ranks: forks of one process here, streams of one process on a GPU.
+# Virtual ranks: forks of a process in these tests, streams of a process on a GPU.
 
 
 @pytest.mark.parametrize(
@@ -219,8 +222,8 @@ def test_faults_of_a_rank(cuda_driver: str, algorithm: str) -> None:
     ids=["default", "more", "fused", "more fused"],
 )
 def test_virtual_ranks_pass(cuda_driver: str, variants: list[str]) -> None:
-    around = functools.partial(rehearsal, cuda_driver)
-    outcomes = qualified(around, *(VIRTUAL + variant for variant in variants), on=ONE)
+    rank_context = functools.partial(dry_run, cuda_driver)
+    outcomes = run_stages(rank_context, *(VIRTUAL + variant for variant in variants), topology=ONE)
     assert len(outcomes) == len(variants)
     assert {outcome.status for outcome in outcomes.values()} == {QUALIFIED}, outcomes
     assert all(outcome.checks >= 8 for outcome in outcomes.values())
@@ -232,8 +235,10 @@ def test_a_variant_that_fails_on_virtual_ranks_is_not_run_in_processes(
 ) -> None:
     variant = "direct/ll_two_shot" if fault == "crash" else "direct/two_shot"
     kernel = f"{variant.removeprefix('direct/')}_all_reduce"
-    around = functools.partial(rehearsal, cuda_driver, kernel, fault)
-    outcomes = qualified(around, VIRTUAL + variant, variant, VIRTUAL + "direct/one_shot", on=ONE)
+    rank_context = functools.partial(dry_run, cuda_driver, kernel, fault)
+    outcomes = run_stages(
+        rank_context, VIRTUAL + variant, variant, VIRTUAL + "direct/one_shot", topology=ONE
+    )
     failure = outcomes[VIRTUAL + variant].failure
     assert failure is not None and failure.kind == ("crash" if fault == "crash" else "wrong"), (
         failure
@@ -243,21 +248,21 @@ def test_a_variant_that_fails_on_virtual_ranks_is_not_run_in_processes(
 
 
 @emulated.on_ranks(1)
-def test_a_virtual_rank_that_makes_no_call_is_named() -> None:
+def test_a_virtual_rank_that_makes_no_call_is_reported() -> None:
     with mock.patch.object(virtual, "_CPU_TIMEOUT_S", 0.5):
         ranks = virtual.VirtualRanks(2, torch.device("cpu"), 1 << 12)
-    call = next(checks.calls_of("direct/one_shot", "cpu", 1))
+    call = next(checks.make_calls("direct/one_shot", "cpu", 1))
     operands = [call.operands(rank, 2, ranks.device) for rank in range(2)]
-    call_of_0 = ranks.bind(operands[0], "direct")
+    rank_0_call = ranks.bind(operands[0], "direct")
     assert ranks.failed_wait() is None
-    ranks.run([call_of_0, list], lambda rank, results: None)
+    ranks.run([rank_0_call, list], lambda rank, results: None)
     failed = ranks.failed_wait()
     assert failed is not None and failed[0] == 0
     assert isinstance(failed[1], CollectiveTimeoutError) and failed[1].peer == 1, failed
 
 
 def test_virtual_ranks_need_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that checks them by itself has none."""
+    """A process that runs only virtual ranks has no process group."""
     current = list[int]()
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
@@ -267,33 +272,36 @@ def test_virtual_ranks_need_no_process_group(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_virtual_ranks_share_the_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which a kernel of one rank must not take more than its part, or the others never start."""
+    """A kernel of one rank must not occupy more than its share. Otherwise the kernels of its peers
+    never start."""
     from tpkernels.kernels import configs
 
     monkeypatch.setattr(configs, "INTERPRETED", False)
     gpu = torch.device("cuda", 0)
-    with configs.assuming(90, 132):
-        for world, most in ((8, 16), (2, 64)):
+    with configs.assume_device(90, 132):
+        for world, max_blocks in ((8, 16), (2, 64)):
             with virtual.sharing(gpu, world):
                 assert configs.config_for(gpu, torch.bfloat16, 4096, 4096).programs == 132 // world
-                assert most == layouts.MOST_BLOCKS
+                assert max_blocks == layouts.MAX_BLOCKS
         assert configs.config_for(gpu, torch.bfloat16, 4096, 4096).programs == 132
-    assert layouts.MOST_BLOCKS == 64
+    assert layouts.MAX_BLOCKS == 64
 
 
 def check_loading(variant: str) -> None:
-    """Each launch of `load` ends by itself, and leaves nothing for the calls after it. In float32:
-    the interpreter cannot fill bfloat16 with NaN."""
-    call = next(one for one in checks.calls_of(variant, "cpu", 1) if one.dtype == torch.float32)
-    ranks = virtual.ranks_for(variant, torch.device("cpu"), 2, [call])
+    """Require that each launch of `load` ends without peers and leaves no state for later calls.
+    The dtype is float32, because the interpreter cannot fill bfloat16 with NaN."""
+    call = next(
+        item for item in checks.make_calls(variant, "cpu", 1) if item.dtype == torch.float32
+    )
+    ranks = virtual.create_ranks(variant, torch.device("cpu"), 2, [call])
     algorithm = variant.partition("/")[0]
     operands = [call.operands(rank, 2, ranks.device) for rank in range(2)]
-    launches, begin = [ranks.bind(one, algorithm) for one in operands], time.monotonic()
+    launches, begin = [ranks.bind(item, algorithm) for item in operands], time.monotonic()
     ranks._forked = False
     ranks.load(launches)
     ranks._forked = True
     assert time.monotonic() - begin < virtual._CPU_TIMEOUT_S / 2
-    assert not any(space.state.any() or space.control.any() for space in ranks.spaces)
+    assert not any(space.state.any() or space.control.any() for space in ranks.workspaces)
     assert not any(region.any() for region in ranks._regions)
     check = functools.partial(virtual._compare, operands, [[], []])
     assert ranks.run(launches, check) is None and ranks.failed_wait() is None
@@ -311,58 +319,64 @@ def test_interpreted_kernels_are_loaded_one_rank_after_the_other() -> None:
     check_loading("fused/all_reduce")
 
 
-def waits_that_cannot_be_skipped() -> Any:
+def ignore_skipped_waits() -> Any:
     set_chaos = virtual.VirtualRanks.set_chaos
 
-    def whole(ranks: virtual.VirtualRanks, max_delay_us: int, **broken: bool) -> None:
+    def set_delays(ranks: virtual.VirtualRanks, max_delay_us: int, **broken: bool) -> None:
         set_chaos(ranks, max_delay_us)
 
-    return mock.patch.multiple(virtual.VirtualRanks, set_chaos=whole)
+    return mock.patch.multiple(virtual.VirtualRanks, set_chaos=set_delays)
 
 
 @pytest.mark.thorough
-def test_virtual_ranks_must_see_waits_that_are_skipped(cuda_driver: str) -> None:
-    around = functools.partial(rehearsal, cuda_driver, patch=waits_that_cannot_be_skipped)
+def test_virtual_ranks_must_detect_skipped_waits(cuda_driver: str) -> None:
+    rank_context = functools.partial(dry_run, cuda_driver, patch=ignore_skipped_waits)
     name = VIRTUAL + "direct/one_shot"
-    failure = qualified(around, name, on=ONE)[name].failure
+    failure = run_stages(rank_context, name, topology=ONE)[name].failure
     assert failure is not None and "the checks miss a removed wait" in failure.text
 
 
 def broken_copies() -> Any:
-    return mock.patch.object(fused, "_gather_by_copies", side_effect=RuntimeError("no copies"))
+    return mock.patch.object(
+        fused, "_gather_by_copy_engines", side_effect=RuntimeError("no copies")
+    )
 
 
 @pytest.mark.thorough
-def test_virtual_ranks_use_copy_engines_where_that_is_checked(cuda_driver: str) -> None:
-    """Their shards are small, which kernels would bring otherwise."""
-    around = functools.partial(rehearsal, cuda_driver, patch=broken_copies)
+def test_virtual_ranks_use_copy_engines_to_check_them(cuda_driver: str) -> None:
+    """Their shards are so small that kernels would copy them otherwise."""
+    rank_context = functools.partial(dry_run, cuda_driver, patch=broken_copies)
     name = VIRTUAL + "fused/copy_engines"
-    failure = qualified(around, name, on=ONE)[name].failure
+    failure = run_stages(rank_context, name, topology=ONE)[name].failure
     assert failure is not None and "no copies" in failure.text
 
 
-def test_what_cannot_run_here_is_not_run() -> None:
-    """Here without an emulated driver: nothing is disqualified for it."""
+def test_a_stage_without_a_driver_is_not_run() -> None:
+    """Without an emulated driver, no variant is disqualified."""
     name = VIRTUAL + "direct/one_shot"
-    outcome = qualified(None, name, on=ONE)[name]
+    outcome = run_stages(None, name, topology=ONE)[name]
     assert outcome.status == NOT_RUN and "driver" in outcome.why, outcome
 
 
-def test_stages_go_by_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planned with 6 s each; the first takes 9 s, the others 2 s."""
+def test_stages_follow_the_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stage is planned with 6 s. The first lasts 9 s, the next stages 2 s.
+
+    Stages run as long as their planned time fits the remaining budget, even if the plan skipped
+    them.
+    """
     clock = [100.0]
 
     def outcome(stage: Stage, *_: object) -> StageOutcome:
-        if stage.why_not:
-            return StageOutcome(NOT_RUN, why=stage.why_not)
+        if stage.skip_reason:
+            return StageOutcome(NOT_RUN, why=stage.skip_reason)
         clock[0] += 9.0 if stage.name == "direct/a" else 2.0
         return StageOutcome(QUALIFIED)
 
-    monkeypatch.setattr("tpkernels.qualification.run._outcome", outcome)
+    monkeypatch.setattr("tpkernels.qualification.run._run_stage", outcome)
     monkeypatch.setattr("tpkernels.qualification.run.time.monotonic", lambda: clock[0])
     stages = [Stage(f"direct/{name}", 2, seconds=6.0) for name in "abcde"]
-    stages[3] = stages[3].within(0.0)  # as planned
+    stages[3] = stages[3].within(0.0)  # skipped by the plan
     report = run(stages, "cpu", budget=20.0)
-    ran = [name for name, one in report.variants["2"].items() if one.status == QUALIFIED]
+    ran = [name for name, result in report.variants["2"].items() if result.status == QUALIFIED]
     assert ran == ["direct/a", "direct/b", "direct/c", "direct/d"]
     assert report.variants["2"]["direct/e"].why == "over budget: it needs 6 s, and 5 s are left"

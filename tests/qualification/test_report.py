@@ -1,4 +1,5 @@
-"""What a report of `tpkernels qualify` lets `auto` take, and that no other file does."""
+"""Reports of `tpkernels qualify`: the variants that `auto` may use, and files that are not
+trusted."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import ranked
 from tests.support.cuda_rehearsal import ALL_QUALIFIED
-from tests.support.nccl_rehearsal import over_nccl
+from tests.support.nccl_rehearsal import nccl_code_path
 from tpkernels import groups, qualification
 from tpkernels.planning import qualification as reports
-from tpkernels.planning.choose import Means, candidates, choose
+from tpkernels.planning.choose import Capabilities, candidates, choose
 from tpkernels.planning.op_spec import RoutedOptions
 from tpkernels.planning.problem import Problem
 from tpkernels.planning.qualification import (
@@ -60,17 +61,17 @@ def problem(op: str = "all_reduce", world: int = 2) -> Problem:
 
 
 def routed(**changes: Any) -> Problem:
-    """A dispatch whose rows have a static number."""
+    """Return a dispatch with a static number of rows."""
     options = RoutedOptions(experts=8, top_k=2, max_rows=128)
     return replace(problem("moe_dispatch"), **{"options": options, **changes})
 
 
-def means(qualification: Qualification) -> Means:
-    return Means(True, qualification=qualification)
+def make_capabilities(qualification: Qualification) -> Capabilities:
+    return Capabilities(True, qualification=qualification)
 
 
 @pytest.mark.parametrize(
-    ("asked", "algorithm", "reason"),
+    ("make_problem", "algorithm", "reason"),
     [
         (routed, "direct", "with max_rows the host does not wait for token counts"),
         (
@@ -87,49 +88,55 @@ def means(qualification: Qualification) -> Means:
         (lambda: routed(world=1, sizes=(64,)), "unfused", "one rank"),
     ],
 )
-def test_routed_rows_of_a_static_number_go_by_kernels(
-    asked: Callable[[], Problem], algorithm: str, reason: str
+def test_dispatch_with_max_rows_uses_qualified_kernels(
+    make_problem: Callable[[], Problem], algorithm: str, reason: str
 ) -> None:
-    """If these are qualified."""
-    plan = choose(asked(), means(Qualification(frozenset({"direct/routed"}))))
+    plan = choose(make_problem(), make_capabilities(Qualification(frozenset({"direct/routed"}))))
     assert plan.algorithm == algorithm and reason in plan.reason, plan
-    other = choose(asked(), means(Qualification(frozenset({"direct/ll"}))))
-    assert other.algorithm == "unfused"
+    unqualified = choose(make_problem(), make_capabilities(Qualification(frozenset({"direct/ll"}))))
+    assert unqualified.algorithm == "unfused"
     if algorithm == "direct":
-        assert "direct is not qualified: `tpkernels qualify` has" in other.reason, other
+        assert "direct is not qualified: `tpkernels qualify` has" in unqualified.reason, unqualified
 
 
-def test_auto_takes_nothing_else_whatever_the_times() -> None:
+def test_auto_selects_only_qualified_variants() -> None:
     series, extent = problem().tuning_key or (None, 0)
     assert series is not None
     times = Table((Measurement(series, extent, {"unfused": 1.0, "direct": 0.1}, "2026-11-25"),))
-    assert choose(problem(), means(ALL_QUALIFIED), tuned=times).algorithm == "direct"
+    assert choose(problem(), make_capabilities(ALL_QUALIFIED), tuned=times).algorithm == "direct"
     for allowed in (
         Qualification(),
         Qualification(frozenset({"direct/one_shot"})),
         REPORT.qualification(4),
     ):
-        plan = choose(problem(), means(allowed), tuned=times)
-        assert plan.algorithm == "unfused" and candidates(problem(), means(allowed)) == ["unfused"]
-        assert choose(problem(), means(allowed), requested="direct").algorithm == "direct"
-    assert choose(problem(), means(REPORT.qualification(2)), tuned=times).algorithm == "direct"
-
-
-def test_the_reasons_say_what_to_do() -> None:
-    assert "`tpkernels qualify`" in choose(problem(), means(Qualification())).reason
-    assert "`tpkernels qualify --tp 4`" in str(
-        REPORT.qualification(4).why_not("all_reduce", "direct")
+        plan = choose(problem(), make_capabilities(allowed), tuned=times)
+        assert plan.algorithm == "unfused" and candidates(
+            problem(), make_capabilities(allowed)
+        ) == ["unfused"]
+        assert (
+            choose(problem(), make_capabilities(allowed), requested="direct").algorithm == "direct"
+        )
+    assert (
+        choose(problem(), make_capabilities(REPORT.qualification(2)), tuned=times).algorithm
+        == "direct"
     )
-    reason = REPORT.qualification(2).why_not("all_gather", "direct") or ""
+
+
+def test_reasons_name_the_command() -> None:
+    assert "`tpkernels qualify`" in choose(problem(), make_capabilities(Qualification())).reason
+    assert "`tpkernels qualify --tp 4`" in str(
+        REPORT.qualification(4).reason_against("all_reduce", "direct")
+    )
+    reason = REPORT.qualification(2).reason_against("all_gather", "direct") or ""
     assert "direct/one_shot: the budget" in reason
     assert (
         "1 of 4 elements are wrong in all_reduce 2x2 float32, rank 1: [3] is 0, expected 2"
         in reason
     )
-    assert REPORT.qualification(2).why_not("all_reduce", "unfused") is None
+    assert REPORT.qualification(2).reason_against("all_reduce", "unfused") is None
 
 
-def test_a_report_is_read_back(cache: Path) -> None:
+def test_a_saved_report_is_loaded(cache: Path) -> None:
     assert reports.load("cpu") == (None, "")
     path = reports.save("cpu", REPORT)
     assert path.parent == cache and reports.load("cpu") == (REPORT, "")
@@ -137,25 +144,25 @@ def test_a_report_is_read_back(cache: Path) -> None:
     later = QualificationReport(
         "2026-11-26", variants={"4": {"direct/ll": StageOutcome(QUALIFIED)}}
     )
-    both = REPORT.extended(later)
-    assert both.qualification(4).variants == {"direct/ll"} and both.qualification(
+    merged = REPORT.extended(later)
+    assert merged.qualification(4).variants == {"direct/ll"} and merged.qualification(
         2
     ) == REPORT.qualification(2).__class__(
         REPORT.qualification(2).variants,
         REPORT.qualification(2).reasons,
-        both.qualification(2).summary,
+        merged.qualification(2).summary,
     )
 
 
-def spoilt(**variants: Any) -> Callable[[Path], Any]:
-    """Write a report with these variants, by number of ranks."""
+def write_variants(**variants: Any) -> Callable[[Path], Any]:
+    """Return a function that writes a report with these variants, by world size."""
     report = {"date": "2026-11-26", "litmus": {}, "variants": variants}
     return lambda path: path.write_text(
         json.dumps(json.loads(path.read_text()) | {"report": report})
     )
 
 
-SPOILT: dict[str, Callable[[Path], Any]] = {
+INVALID: dict[str, Callable[[Path], Any]] = {
     "other users can write": lambda path: path.chmod(0o666),
     "on a different machine or by different versions": lambda path: path.write_text(
         json.dumps(json.loads(path.read_text()) | {"kernels": "others"})
@@ -163,25 +170,31 @@ SPOILT: dict[str, Callable[[Path], Any]] = {
     "lacks the field 'date'": lambda path: path.write_text(
         json.dumps(json.loads(path.read_text()) | {"report": {"litmus": {}, "variants": {}}})
     ),
-    "a world size is 'two'": spoilt(two={}),
-    "a world size is '-1'": spoilt(**{"-1": {}}),
-    "a world size is ' 2 '": spoilt(**{" 2 ": {}}),
-    "a variant is 'directll'": spoilt(**{"2": {"directll": asdict(StageOutcome(QUALIFIED))}}),
-    "a variant is 'direct/ll/c'": spoilt(**{"2": {"direct/ll/c": asdict(StageOutcome(QUALIFIED))}}),
-    "a variant is 'another/ll'": spoilt(**{"2": {"another/ll": asdict(StageOutcome(QUALIFIED))}}),
-    "status is 'QUALIFIED'; it must be 'qualified'": spoilt(
+    "a world size is 'two'": write_variants(two={}),
+    "a world size is '-1'": write_variants(**{"-1": {}}),
+    "a world size is ' 2 '": write_variants(**{" 2 ": {}}),
+    "a variant is 'directll'": write_variants(
+        **{"2": {"directll": asdict(StageOutcome(QUALIFIED))}}
+    ),
+    "a variant is 'direct/ll/c'": write_variants(
+        **{"2": {"direct/ll/c": asdict(StageOutcome(QUALIFIED))}}
+    ),
+    "a variant is 'another/ll'": write_variants(
+        **{"2": {"another/ll": asdict(StageOutcome(QUALIFIED))}}
+    ),
+    "status is 'QUALIFIED'; it must be 'qualified'": write_variants(
         **{"2": {"direct/ll": asdict(StageOutcome(QUALIFIED)) | {"status": "QUALIFIED"}}}
     ),
     "Expecting value": lambda path: path.write_text("no JSON"),
 }
 
 
-@pytest.mark.parametrize("why", SPOILT)
-def test_a_file_that_is_not_to_be_trusted(cache: Path, why: str) -> None:
+@pytest.mark.parametrize("reason", INVALID)
+def test_untrusted_files(cache: Path, reason: str) -> None:
     path = reports.save("cpu", REPORT)
-    SPOILT[why](path)
+    INVALID[reason](path)
     report, warning = reports.load("cpu")
-    assert report is None and why in warning and str(path) in warning
+    assert report is None and reason in warning and str(path) in warning
 
 
 def test_changed_kernels_need_a_new_report(cache: Path) -> None:
@@ -191,7 +204,7 @@ def test_changed_kernels_need_a_new_report(cache: Path) -> None:
 
 
 def save_and_call(folder: str, driver: str) -> list[str]:
-    """On a rank: only rank 0 has the report. The kernels that an all-reduce of few bytes takes."""
+    """Save the report on rank 0 only. Return the kernels that small all-reduces launch."""
     launched = []
     from tpkernels.cuda import calls
 
@@ -200,79 +213,85 @@ def save_and_call(folder: str, driver: str) -> list[str]:
         launch(name, *args, **options)
 
     launch = calls.launch
-    with over_nccl(driver, None) as patch, ranked.fresh_group() as group:
+    with nccl_code_path(driver, None) as patch, ranked.fresh_group() as group:
         patch.setattr(calls, "launch", spy)
         if group.rank() == 0:
             patch.setenv("XDG_CACHE_HOME", folder)
             reports.save("cuda", REPORT)
         x = torch.ones(4, 64)
         assert torch.equal(tpkernels.all_reduce(x, group, algorithm="direct"), 2 * x)
-        own = groups.get(group.group_name)
-        assert own.qualification().variants == {"direct/two_shot"}
-        own.use_qualification(Qualification(frozenset({"direct/ll"})))
+        state = groups.get(group.group_name)
+        assert state.qualification().variants == {"direct/two_shot"}
+        state.use_qualification(Qualification(frozenset({"direct/ll"})))
         tpkernels.all_reduce(x, group, algorithm="direct")
     return launched
 
 
-def test_all_ranks_go_by_the_report_of_rank_0(
+def test_all_ranks_use_the_report_of_rank_0(
     ranks: object, cuda_driver: str, tmp_path: Path
 ) -> None:
-    found = ranks(2).run(save_and_call, str(tmp_path), cuda_driver)  # type: ignore[operator]
-    assert found == [["two_shot_all_reduce", "ll_all_reduce"]] * 2
+    launched = ranks(2).run(save_and_call, str(tmp_path), cuda_driver)  # type: ignore[operator]
+    assert launched == [["two_shot_all_reduce", "ll_all_reduce"]] * 2
 
 
 @contextlib.contextmanager
-def qualifying(
-    folder: str, driver: str, here: bool = True, why: str = ""
+def fake_command(
+    folder: str, driver: str, has_gpu: bool = True, failure: str = ""
 ) -> Iterator[tuple[pytest.MonkeyPatch, list[str]]]:
-    """On a rank, which sees a GPU if ``here``: the command writes a report, and fails if there is a
-    ``why``. Yields the commands that were run."""
+    """Replace the command by a function that writes a report, and that fails if ``failure`` is not
+    empty. Yield the patch and the commands that ran. The rank sees a GPU if ``has_gpu``."""
     commands: list[str] = []
 
     def run_command(world: int, budget: float) -> str:
         commands.append(f"{world} {budget:g}")
         reports.save("cuda", REPORT)
-        return why
+        return failure
 
-    with over_nccl(driver, None) as patch:
+    with nccl_code_path(driver, None) as patch:
         patch.setenv("XDG_CACHE_HOME", folder)
         patch.setattr(qualification, "_run_command", run_command)
-        patch.setattr(torch.cuda, "is_available", lambda: here)
+        patch.setattr(torch.cuda, "is_available", lambda: has_gpu)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(streams, "is_captured", lambda _: False)
         yield patch, commands
 
 
-def qualify_a_group(folder: str, driver: str, why: str) -> tuple[list[str], str]:
-    """On a rank: what `qualify` says or raises, twice, and the commands. The group can go on."""
-    said: list[str] = []
-    with qualifying(folder, driver, why=why) as (patch, commands), ranked.fresh_group() as group:
+def qualify_a_group(folder: str, driver: str, failure: str) -> tuple[list[str], str]:
+    """Return the outcomes of two calls of `qualify`, and the commands that ran. The group remains
+    usable."""
+    outcomes: list[str] = []
+    with (
+        fake_command(folder, driver, failure=failure) as (patch, commands),
+        ranked.fresh_group() as group,
+    ):
         for _ in range(2):
             try:
-                said.append(str(sorted(tpkernels.qualify(group, budget=30).variants)))
+                outcomes.append(str(sorted(tpkernels.qualify(group, budget=30).variants)))
             except RuntimeError as error:
-                said.append(str(error))
+                outcomes.append(str(error))
         patch.undo()
         x = torch.ones(3)
         assert torch.equal(tpkernels.all_reduce(x, group), 2 * x)
-    return said, ", ".join(commands)
+    return outcomes, ", ".join(commands)
 
 
-@pytest.mark.parametrize("why", ["", "exit code 2"])
+@pytest.mark.parametrize("failure", ["", "exit code 2"])
 def test_a_group_is_qualified_once(
-    ranks: object, cuda_driver: str, tmp_path: Path, why: str
+    ranks: object, cuda_driver: str, tmp_path: Path, failure: str
 ) -> None:
-    found = ranks(2).run(qualify_a_group, str(tmp_path), cuda_driver, why)  # type: ignore[operator]
-    text = f"`tpkernels qualify` failed on rank 0: {why}" if why else "['direct/two_shot']"
-    assert [said for said, _ in found] == [[text] * 2] * 2
-    assert [ran for _, ran in found] == ["2 30, 2 30" if why else "2 30", ""]
+    results = ranks(2).run(qualify_a_group, str(tmp_path), cuda_driver, failure)  # type: ignore[operator]
+    expected = (
+        f"`tpkernels qualify` failed on rank 0: {failure}" if failure else "['direct/two_shot']"
+    )
+    assert [outcomes for outcomes, _ in results] == [[expected] * 2] * 2
+    assert [commands for _, commands in results] == ["2 30, 2 30" if failure else "2 30", ""]
 
 
 def init_a_group(folder: str, driver: str, gpus: tuple[bool, bool]) -> tuple[list[str], bool]:
-    """On a rank: which variants calls may take after `init(qualify=True)`, twice, and whether this
-    rank ran the command."""
+    """Return the variants that calls may use after each of two calls of `init(qualify=True)`, and
+    whether this rank ran the command."""
     variants = []
-    with qualifying(folder, driver, gpus[dist.get_rank()]) as (_, commands):
+    with fake_command(folder, driver, gpus[dist.get_rank()]) as (_, commands):
         group = dist.new_group()
         for _ in range(2):
             tpkernels.init(group, timeout=20.0, qualify=True)
@@ -281,14 +300,14 @@ def init_a_group(folder: str, driver: str, gpus: tuple[bool, bool]) -> tuple[lis
 
 
 @pytest.mark.parametrize("gpus", [(True, True), (True, False)])
-def test_init_qualifies_where_all_ranks_see_gpus(
+def test_init_qualifies_if_all_ranks_see_gpus(
     ranks: object, cuda_driver: str, tmp_path: Path, gpus: tuple[bool, bool]
 ) -> None:
-    found = ranks(2).run(init_a_group, str(tmp_path), cuda_driver, gpus)  # type: ignore[operator]
-    text = "['direct/two_shot']" if all(gpus) else "[]"
-    assert found == [([text] * 2, all(gpus)), ([text] * 2, False)]
+    results = ranks(2).run(init_a_group, str(tmp_path), cuda_driver, gpus)  # type: ignore[operator]
+    expected = "['direct/two_shot']" if all(gpus) else "[]"
+    assert results == [([expected] * 2, all(gpus)), ([expected] * 2, False)]
 
 
-def test_without_gpus_there_is_nothing_to_qualify() -> None:
+def test_the_budget_must_be_positive() -> None:
     with pytest.raises(ValueError, match="budget must be a positive number of seconds, not 0"):
         tpkernels.qualify(budget=0)

@@ -1,5 +1,8 @@
-"""Stages of `benchmarks.one_gpu` that fail on purpose, for tests. BROKEN names the faults of the
-first cases, separated by commas; then follow the cases of the stage REAL, if it is set."""
+"""Stages of `benchmarks.one_gpu` that fail on purpose.
+
+The environment variable BROKEN lists the faults of the first cases, separated by commas. If REAL
+is set, the cases of that stage follow.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def opened(kind: str, seconds: float) -> Iterator[Any]:
-    """A machine that imports nothing."""
+    """Yield a machine that imports no package."""
     yield SimpleNamespace(kind=kind, recover=lambda: None)
 
 
@@ -58,7 +61,7 @@ def killed_for_memory(machine: Any) -> None:
 
 
 def poisoned(machine: Any) -> None:
-    """An error after which the context is unusable."""
+    """Raise an error that leaves the context unusable."""
 
     def recover() -> None:
         raise RuntimeError("an illegal memory access was encountered")

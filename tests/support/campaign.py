@@ -1,13 +1,20 @@
-"""A campaign of faults: random ops on random worlds, disturbed at random moments in random ways.
+"""A campaign of faults: random ops on random world sizes, disturbed at random moments.
 
     python -m tests.support.campaign --count 300 --seed 1
 
-Each trial runs one op again and again on 2 to 4 ranks, with random delays in its protocol, until
-one rank is killed, stopped, interrupted (also while it waits for another thread's call) or forked,
-raises, runs out of memory, makes a different call, comes when the others have left and overwritten
-their symmetric input, or uses a group from before another initialisation. Then all ranks must
-notice in time and report the right error; no result may ever be wrong; other groups must go on;
-nothing may be left behind. A trial follows from its seed, except for the timing.
+Each trial repeats one op on 2 to 4 ranks, with random delays in its protocol, until a fault hits
+one rank:
+
+- it is killed, stopped or forked;
+- it is interrupted, possibly while it waits for a call of a second thread;
+- it raises an exception, or runs out of memory;
+- it calls a different op;
+- it arrives after its peers have left and overwritten their symmetric input;
+- it uses a group that was destroyed before torch.distributed was initialized again.
+
+All ranks must then detect the fault in time and report the right error. No result may be wrong,
+calls of other groups must succeed, and no process or file may be left. A trial is determined by its
+seed, except for the timing.
 """
 
 from __future__ import annotations
@@ -33,8 +40,8 @@ import torch.distributed as dist
 import tpkernels
 from tests.failures.test_memory import no_memory
 from tests.support import faults
-from tests.support.faults import AT_ONCE, CASES, CASES_APART, PROMPT, Ending, Report
-from tests.support.ranked import apart, on_hosts
+from tests.support.faults import CASES, IMMEDIATE, PROMPT, SCALED_AND_ROUTED_CASES, Ending, Report
+from tests.support.ranked import on_hosts, separate_hosts
 from tests.support.tuned import call
 from tpkernels import groups
 from tpkernels.algorithms import backends, unfused
@@ -44,15 +51,15 @@ from tpkernels.symm import host, rendezvous
 
 KINDS = ("kill", "stop", "interrupt", "exception", "no memory", "mismatch", "fork")
 KINDS += ("turn", "late", "destroyed")
-CALLS = 200  # of a rank in a trial that ends well
+CALLS = 200  # per rank, in a trial without a failure
 BY_SIGNAL = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}
 INTERRUPTS = ("interrupt", "turn")
-MOST_DELAY_US = 3000
+MAX_DELAY_US = 3000
 # Which ranks share memory.
 MEMORY: dict[str, Callable[[], Any]] = {
     "shared": contextlib.nullcontext,
-    "hosts": lambda: on_hosts("0011"),  # the victim's has another rank
-    "apart": apart,
+    "hosts": lambda: on_hosts("0011"),  # the host of the victim has two ranks
+    "apart": separate_hosts,
 }
 
 
@@ -74,51 +81,52 @@ STEPS: dict[str, Callable[[dist.ProcessGroup], object]] = {
     "backward": _backward,
     "autotune": _tune,
 }
-# The function that the victim is to run at a moment of a step.
-PLACES: dict[tuple[str, str], tuple[Any, str]] = {
+# Function in which the victim fails, by step and moment.
+INJECTION_POINTS: dict[tuple[str, str], tuple[Any, str]] = {
     ("growth", "before"): (host.HostWorkspace, "grow"),
     ("growth", "map"): (host.HostWorkspace, "_commit"),
     ("empty", "before"): (host, "make_arena"),
-    ("empty", "map"): (rendezvous._Arena, "_map"),
-    ("init", "map"): (rendezvous._Arena, "_map"),
+    ("empty", "map"): (rendezvous._ArenaSetup, "_map"),
+    ("init", "map"): (rendezvous._ArenaSetup, "_map"),
     ("backward", "before"): (torch.Tensor, "backward"),
-    ("autotune", "run"): (tuner._Tuner, "_timed"),
+    ("autotune", "run"): (tuner._Tuner, "_time_run"),
     ("autotune", "times"): (tuner._Tuner, "_exchange_numbers"),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One fault, as all ranks know it.
+    """One fault, identical on all ranks.
 
-    Its moment is a number of seconds after the first call, which also says which call it is to be,
-    or one of these:
+    ``moment`` is a time in seconds after the first call, and then also determines `fault_call`. Or
+    it names the place where the victim fails:
 
-    before   the others are in the call or step, and this rank never enters it;
-    map, run, times   instead of mapping the memory of the step, of the run of an algorithm that is
-                      tuned, or of telling the others its times;
+    before   the peers are in the call or step, and the victim never enters it;
+    map      instead of mapping the memory of the step;
+    run      instead of running an algorithm in the tuner;
+    times    instead of sending times to the peers;
     matmul   within the local matmul;
-    gloo     all have entered the call, and the others are in torch.distributed;
+    gloo     all ranks have entered the call, and the peers are in torch.distributed;
     kernel   at a wait of the Triton kernel;
-    waiting  it waits for the others, which come late; in torch.distributed if "unfused".
+    waiting  the victim waits for late peers, in torch.distributed if the algorithm is "unfused".
     """
 
     op: str = "all_gather"
     algorithm: str = "auto"
     kind: str
     moment: float | str
-    step: str = ""  #: in which it happens: "init", or one of STEPS
+    step: str = ""  #: step of the fault: "init", or one of STEPS
     memory: str = "shared"
     world: int = 4
     victim: int = 2
     seed: int = 0
-    text: str = ""  #: in an error that names the victim
+    message: str = ""  #: expected in an error that names the victim
 
     @classmethod
     def drawn(cls, seed: int) -> Trial:
         draw = random.Random(seed)
         world = draw.randint(2, 4)
-        op, algorithm = draw.choice([*CASES, *CASES_APART])
+        op, algorithm = draw.choice([*CASES, *SCALED_AND_ROUTED_CASES])
         kind = draw.choice(KINDS)
         in_set_up = kind in BY_SIGNAL and draw.random() < 0.2
         moment, victim = draw.random() * (0.02 if in_set_up else 0.3), draw.randrange(world)
@@ -129,65 +137,65 @@ class Trial:
 
     @property
     def exact(self) -> bool:
-        """Whether all ranks must find the same."""
+        """Return True if all ranks must report the same fault."""
         return isinstance(self.moment, str)
 
     @property
     def timeout(self) -> float:
-        """The group's."""
+        """Return the group timeout in seconds."""
         short = self.kind in ("stop", "late") or self.step == "init"
         return (1.0 if self.exact else 1.5) * (1 + self.fused) if short else faults.PATIENCE
 
     @property
-    def at_call(self) -> int:
-        """The number of the call in which the victim goes wrong by itself."""
+    def fault_call(self) -> int:
+        """Return the number of the call in which the victim itself fails."""
         return 0 if isinstance(self.moment, str) else 2 + int(self.moment * 50)
 
     @property
     def fused(self) -> bool:
-        """Whether its kernels are interpreted, which takes half a second."""
+        """Return True if the kernels are interpreted, at half a second per call."""
         return self.algorithm == "fused"
 
     @property
-    def alone(self) -> bool:
-        """Whether nobody knows the victim's process yet."""
+    def unregistered(self) -> bool:
+        """Return True if no peer has received the process id of the victim."""
         return (self.step, self.moment) == ("init", "before")
 
 
 def job(trial: Trial) -> Report:
-    """What each rank does."""
+    """Run a trial on one rank."""
     rank = dist.get_rank()
     ends = trial.kind in ("kill", "stop")
-    lives = [r for r in range(trial.world) if r != trial.victim or not ends]
+    survivors = [r for r in range(trial.world) if r != trial.victim or not ends]
     destroyed = _destroyed_group() if trial.kind == "destroyed" else None
-    other = faults.new_group(ranks=lives) if rank in lives else None
-    group = faults.group_of(dist.new_group())
+    other = faults.new_group(ranks=survivors) if rank in survivors else None
+    group = faults.require_group(dist.new_group())
     victim = rank == trial.victim
     if trial.step != "init":
         _set_up(trial, group)
         _run(trial, group)
     fork: list[str] = []
 
-    def calls() -> None:  # a fault may come while it is being prepared
+    def calls() -> None:  # a fault may occur during its preparation
         with _disturbed(trial, group, fork) if victim else contextlib.nullcontext():
             _calls(trial, group, victim, destroyed)
 
-    first = faults.ending_of(calls)
-    again = faults.ending_of(lambda: _next_call(trial, group))
-    others = []
+    first = faults.record_ending(calls)
+    next_call = faults.record_ending(lambda: _next_call(trial, group))
+    other_groups = []
     if other is not None:
-        others.append(faults.ending_of(lambda: faults.run_op("all_gather", other)))
+        other_groups.append(faults.record_ending(lambda: faults.run_op("all_gather", other)))
     if trial.kind == "exception":
-        new = faults.group_of(dist.new_group())
+        new = faults.require_group(dist.new_group())
         _set_up(trial, new)
-        others.append(faults.ending_of(lambda: _run(trial, new)))
+        other_groups.append(faults.record_ending(lambda: _run(trial, new)))
     store = dist.distributed_c10d._get_default_store()
-    at = faults.disturbed_at() if store.check(["disturbed"]) else 0.0
-    return Report(first, again, others, at, "".join(fork))
+    fault_time = faults.get_disturbance_time() if store.check(["disturbed"]) else 0.0
+    return Report(first, next_call, other_groups, fault_time, "".join(fork))
 
 
 def _set_up(trial: Trial, group: dist.ProcessGroup) -> None:
-    """Sets the group up, unless it is already."""
+    """Initialize the group, if it is not initialized."""
     nbytes = 8 << 20 if trial.step == "growth" else faults.WORKSPACE_BYTES
     with MEMORY[trial.memory]():
         tpkernels.init(group, timeout=trial.timeout, workspace_bytes=nbytes)
@@ -205,12 +213,12 @@ def _next_call(trial: Trial, group: dist.ProcessGroup) -> None:
 
 
 def _destroyed_group() -> dist.ProcessGroup:
-    """A group of some ranks, used and destroyed with all others; torch gives its name again."""
+    """Use a group, then destroy all groups. torch gives its name to a later group."""
     rank, world = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
     group = dist.new_group(list(range(world - 1)) if world > 2 else None)
     if rank < world - 1 or world == 2:
-        faults.run_op("all_gather", faults.group_of(group))
+        faults.run_op("all_gather", faults.require_group(group))
     dist.destroy_process_group()
     again = dist.PrefixStore("again", store)
     dist.init_process_group("gloo", store=again, rank=rank, world_size=world)
@@ -225,31 +233,35 @@ def _calls(
         STEPS[trial.step](group)
         return
     if trial.memory == "shared":
-        chaos = {"seed": trial.seed * 8 + group.rank(), "max_delay_us": MOST_DELAY_US}
-        faults.workspace_of(group).set_chaos(**chaos)
+        chaos = {"seed": trial.seed * 8 + group.rank(), "max_delay_us": MAX_DELAY_US}
+        faults.get_workspace(group).set_chaos(**chaos)
     if trial.moment == "waiting" and not victim:
         late = functools.partial(time.sleep, 0.5)
-        _in_gloo(late) if trial.algorithm == "unfused" else late()
+        _run_in_gloo(late) if trial.algorithm == "unfused" else late()
     if trial.kind == "late":
         return _calls_until_one_is_late(trial, group, victim)
     if trial.kind == "turn" and victim:
         return _calls_of_two_threads(trial, group)
     endless = trial.exact or trial.kind in (*BY_SIGNAL, "turn")
     for number in range(1, (50 if endless else 1) * CALLS + 1):
-        if victim and number == trial.at_call and trial.kind == "destroyed":
-            ending = faults.ending_of(lambda: tpkernels.all_reduce(torch.ones(5), destroyed))
-            if ending.error not in ("ValueError", "TypeError"):  # TypeError: never was in it
+        if victim and number == trial.fault_call and trial.kind == "destroyed":
+            ending = faults.record_ending(lambda: tpkernels.all_reduce(torch.ones(5), destroyed))
+            # TypeError: this rank was not a member.
+            if ending.error not in ("ValueError", "TypeError"):
                 raise AssertionError(f"wrong result of a group that was destroyed: {ending}")
-        odd = victim and trial.kind == "mismatch" and number == trial.at_call
-        lacking = victim and trial.kind == "no memory" and number == trial.at_call
-        with no_memory(1 + trial.seed % 3 if lacking else 0):
-            _run(trial, group, rows=120 if odd else 60)
+        mismatched = victim and trial.kind == "mismatch" and number == trial.fault_call
+        fails_allocation = victim and trial.kind == "no memory" and number == trial.fault_call
+        with no_memory(1 + trial.seed % 3 if fails_allocation else 0):
+            _run(trial, group, rows=120 if mismatched else 60)
 
 
 def _calls_until_one_is_late(trial: Trial, group: dist.ProcessGroup, victim: bool) -> None:
-    """The others pass symmetric tensors, and overwrite them once they have given up."""
+    """Run calls until the victim is late.
+
+    The peers pass symmetric tensors and overwrite them after their last call has failed.
+    """
     x = tpkernels.empty(60, 48, group=group).fill_(1)
-    for _ in range(trial.at_call):
+    for _ in range(trial.fault_call):
         _run(trial, group, x=x)
     if victim:
         dist.barrier()
@@ -262,32 +274,32 @@ def _calls_until_one_is_late(trial: Trial, group: dist.ProcessGroup, victim: boo
 
 
 def _calls_of_two_threads(trial: Trial, group: dist.ProcessGroup) -> None:
-    """This thread is interrupted, mostly while it waits for the calls of the other."""
+    """Interrupt this thread, mostly while it waits for calls of the second thread."""
     endings: list[Ending] = []
-    over = threading.Event()
+    done = threading.Event()
 
     def calls() -> None:
-        while not over.is_set():
+        while not done.is_set():
             _run(trial, group)
 
-    thread = threading.Thread(target=lambda: endings.append(faults.ending_of(calls)))
+    thread = threading.Thread(target=lambda: endings.append(faults.record_ending(calls)))
     thread.start()
     try:
         calls()
     finally:
-        over.set()
+        done.set()
         thread.join()
-        if "wrong result" in endings[0].text:
-            raise AssertionError(endings[0].text)
+        if "wrong result" in endings[0].message:
+            raise AssertionError(endings[0].message)
 
 
 @contextlib.contextmanager
 def _disturbed(trial: Trial, group: dist.ProcessGroup, fork: list[str]) -> Iterator[None]:
-    """Makes the fault happen to this rank within the block. ``fork``: takes its fork's report."""
+    """Inject the fault into this rank. ``fork`` receives the report of the forked child."""
     if trial.kind in INTERRUPTS:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if isinstance(trial.moment, str):
-        _disturb_at(trial, group)
+        _inject_fault(trial, group)
     elif trial.kind in (*BY_SIGNAL, "turn"):
         faults.disturb_later(trial.moment, BY_SIGNAL.get(trial.kind, signal.SIGINT))
     elif trial.kind == "fork":
@@ -303,8 +315,8 @@ def _disturbed(trial: Trial, group: dist.ProcessGroup, fork: list[str]) -> Itera
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _disturb_at(trial: Trial, group: dist.ProcessGroup) -> None:
-    """Makes the fault happen at its exact moment."""
+def _inject_fault(trial: Trial, group: dist.ProcessGroup) -> None:
+    """Inject the fault at its exact moment."""
 
     def act(*_: Any) -> None:
         time.sleep(0.1)
@@ -315,40 +327,42 @@ def _disturb_at(trial: Trial, group: dist.ProcessGroup) -> None:
             sync.pause_for = lambda _: None
         faults.disturb_now(BY_SIGNAL[trial.kind])
 
-    if (trial.step, trial.moment) in PLACES:
-        place, name = PLACES[trial.step, str(trial.moment)]
-        step = getattr(place, name)
-        setattr(place, name, lambda *args, **options: (act(), step(*args, **options))[1])
+    if (trial.step, trial.moment) in INJECTION_POINTS:
+        owner, name = INJECTION_POINTS[trial.step, str(trial.moment)]
+        step = getattr(owner, name)
+        setattr(owner, name, lambda *args, **options: (act(), step(*args, **options))[1])
     elif trial.moment == "before":
         act()
     elif trial.moment == "waiting":
         faults.disturb_later(0.2, BY_SIGNAL[trial.kind])
     elif trial.moment == "matmul":
-        _in_product(trial.algorithm, act)
+        _run_in_matmul(trial.algorithm, act)
     elif trial.moment == "kernel":
         from tpkernels.kernels import sync
 
         sync.pause_for = act
     else:
-        _in_gloo(act)
+        _run_in_gloo(act)
 
 
-def _in_product(algorithm: str, then: Callable[[], object]) -> None:
-    """Runs ``then()`` within the next local matmul; pipelined and ring have then passed on one part
-    of several."""
-    whole, left = torch.mm, [2 if algorithm in ("pipelined", "ring") else 1]
+def _run_in_matmul(algorithm: str, then: Callable[[], object]) -> None:
+    """Run ``then()`` within the next local matmul.
+
+    pipelined and ring have then sent one of several chunks.
+    """
+    matmul, remaining = torch.mm, [2 if algorithm in ("pipelined", "ring") else 1]
 
     def mm(*args: Any, **options: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0:
+        remaining[0] -= 1
+        if remaining[0] == 0:
             then()
-        return whole(*args, **options)
+        return matmul(*args, **options)
 
     torch.mm = mm
 
 
-def _in_gloo(then: Callable[[], object]) -> None:
-    """Runs ``then()`` when the others are in torch.distributed already."""
+def _run_in_gloo(then: Callable[[], object]) -> None:
+    """Run ``then()`` when the peers are already in torch.distributed."""
 
     def late(transport: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any) -> Any:
@@ -362,17 +376,17 @@ def _in_gloo(then: Callable[[], object]) -> None:
 
 
 def _raise_in_call(trial: Trial, group: dist.ProcessGroup) -> None:
-    """Makes a call raise, at its beginning or when all of it is done."""
-    groups.get(group.group_name).forget_calls()  # they hold their functions
+    """Let a call raise at its start, or after its work is complete."""
+    groups.get(group.group_name).clear_planned_calls()  # they store functions of TABLES
     execution.bind = lambda *_: None  # type: ignore[assignment]
     run, calls = backends.TABLES["cpu"][trial.op, trial.algorithm], [0]
 
     def raising(*args: Any) -> Any:
         calls[0] += 1
-        if calls[0] == trial.at_call and trial.seed % 2:
+        if calls[0] == trial.fault_call and trial.seed % 2:
             raise ArithmeticError("no luck")
         result = run(*args)
-        if calls[0] == trial.at_call:  # the peers may be through with this one
+        if calls[0] == trial.fault_call:  # the peers may have completed this call
             raise ArithmeticError("no luck")
         return result
 
@@ -380,40 +394,45 @@ def _raise_in_call(trial: Trial, group: dist.ProcessGroup) -> None:
 
 
 def _fork(group: dist.ProcessGroup) -> str:
-    """A child that tries to take part, finalizes and ends. Returns "fine" if it was refused,
-    otherwise what happened."""
+    """Fork a child that tries an op, finalizes and exits.
+
+    Returns "fine" if the op was refused, otherwise a description.
+    """
 
     def child() -> str:
-        ending = faults.ending_of(lambda: tpkernels.all_reduce(torch.full((9,), 100.0), group))
+        ending = faults.record_ending(lambda: tpkernels.all_reduce(torch.full((9,), 100.0), group))
         with contextlib.suppress(Exception):
             tpkernels.finalize()
         return "" if ending.error == "GroupBrokenError" else str(ending)
 
-    return faults.in_child(child)
+    return faults.run_in_child(child)
 
 
 def run_trial(trial: Trial) -> tuple[list[str], float]:
-    """What went wrong, and the seconds from the fault to the last report of it."""
+    """Run a trial. Return its errors, and the seconds from the fault to the last report."""
     try:
         outcomes, pid = _outcomes(trial)
-    except AssertionError as error:  # about what is left behind
+    except AssertionError as error:  # processes or files are left
         return [str(error)], 0.0
-    wrong, others = [], []
+    wrong, survivors = [], []
     for outcome in outcomes:
         if outcome.rank == trial.victim and trial.kind == "kill":
             wrong += [] if outcome.exitcode == -signal.SIGKILL else [f"the victim: {outcome}"]
         elif not outcome.ok:
             wrong.append(f"rank {outcome.rank}: {outcome}")
         else:
-            wrong += _judged(trial, outcome.rank, outcome.value, pid)
-            others += [outcome.value] if outcome.rank != trial.victim else []
+            wrong += _find_report_errors(trial, outcome.rank, outcome.value, pid)
+            survivors += [outcome.value] if outcome.rank != trial.victim else []
     if trial.exact and not wrong:
-        wrong += _judged_together(trial, others, pid)
-    return wrong, max((r.first.at - r.at for r in others if r.at and r.first.error), default=0.0)
+        wrong += _find_joint_errors(trial, survivors, pid)
+    return wrong, max(
+        (r.first.time - r.fault_time for r in survivors if r.fault_time and r.first.error),
+        default=0.0,
+    )
 
 
 def _outcomes(trial: Trial) -> tuple[list[Outcome], int]:
-    """How the ranks' jobs end, and the victim's process."""
+    """Return the outcomes of the jobs, and the process id of the victim."""
     env = {"TRITON_INTERPRET": "1"} if trial.fused else {}
     with faults.watched_ranks(trial.world, **env) as ranks:
         pid = ranks.pids[trial.victim]
@@ -428,101 +447,114 @@ def _outcomes(trial: Trial) -> tuple[list[Outcome], int]:
     return outcomes, pid
 
 
-def _judged(trial: Trial, rank: int, report: Report, pid: int) -> list[str]:
-    """What is wrong with a rank's report."""
-    first, again, victim = report.first, report.again, rank == trial.victim
+def _find_report_errors(trial: Trial, rank: int, report: Report, pid: int) -> list[str]:
+    """Describe the errors in the report of a rank."""
+    first, next_call, victim = report.first, report.next_call, rank == trial.victim
     allowed = _allowed(trial, victim)
-    between_calls = victim and trial.kind in INTERRUPTS  # then the others find it in another call
-    right = {
+    # An interrupt between two calls leaves the group intact. The next call of the victim then
+    # mismatches the call of its peers.
+    between_calls = victim and trial.kind in INTERRUPTS
+    checks = {
         f"not one of {allowed}": first.error in allowed,
         "a fork": report.fork in ("", "fine"),
-        "the result": "wrong result" not in first.text,
-        "the next call": again.error == "GroupBrokenError"
-        or (between_calls if first.error else not trial.exact or bool(again.error)),
-        "another group": not any(other.error for other in report.others),
+        "the result": "wrong result" not in first.message,
+        "the next call": next_call.error == "GroupBrokenError"
+        or (between_calls if first.error else not trial.exact or bool(next_call.error)),
+        "another group": not any(ending.error for ending in report.other_groups),
     }
-    if report.at and first.error:
+    if report.fault_time and first.error:
         late = first.error == "CollectiveTimeoutError"
-        most = (trial.timeout + (rendezvous._GRACE if trial.step else 1.0)) * late + PROMPT
-        right["too late"] = first.at - report.at <= most or (victim and trial.kind == "stop")
-    if trial.exact and first.error:
-        right["the error of the next call"] = (
-            again.seconds < PROMPT / 2
-            and "create a new group" in again.text
-            and first.text[:100] in again.text
+        max_delay = (trial.timeout + (rendezvous._GRACE if trial.step else 1.0)) * late + PROMPT
+        checks["too late"] = first.time - report.fault_time <= max_delay or (
+            victim and trial.kind == "stop"
         )
-        right["what it says"] = victim or _names_the_victim(trial, rank, first, pid)
-    return [f"rank {rank}, {what}: {report}" for what, fine in right.items() if not fine]
+    if trial.exact and first.error:
+        checks["the error of the next call"] = (
+            next_call.seconds < PROMPT / 2
+            and "create a new group" in next_call.message
+            and first.message[:100] in next_call.message
+        )
+        checks["what it says"] = victim or _names_victim(trial, rank, first, pid)
+    return [f"rank {rank}, {label}: {report}" for label, ok in checks.items() if not ok]
 
 
-def _names_the_victim(trial: Trial, rank: int, first: Ending, pid: int) -> bool:
-    """Whether an error says all that a survivor of an exact fault can know."""
+def _names_victim(trial: Trial, rank: int, first: Ending, pid: int) -> bool:
+    """Return True if a survivor of an exact fault reports all that its rank can determine."""
     name = f"rank {trial.victim}" + (f" (pid {pid})" if trial.step != "init" else "")
-    named = first.peer == trial.victim and name in first.text
+    named = first.peer == trial.victim and name in first.message
     if trial.step:
-        return named and trial.text in first.text
+        return named and trial.message in first.message
     cause = {
         "exception": "ArithmeticError: no luck",
         "interrupt": "it left the call with KeyboardInterrupt",
     }.get(trial.kind, "")
-    known = trial.kind == "stop" or trial.memory != "shared" or (named and cause in first.text)
-    texts = (f"rank {rank} ", "he group is broken; create a new group")
-    return known and first.text.startswith(trial.op) and all(text in first.text for text in texts)
+    names_cause = (
+        trial.kind == "stop" or trial.memory != "shared" or (named and cause in first.message)
+    )
+    phrases = (f"rank {rank} ", "he group is broken; create a new group")
+    return (
+        names_cause
+        and first.message.startswith(trial.op)
+        and all(phrase in first.message for phrase in phrases)
+    )
 
 
-def _judged_together(trial: Trial, reports: list[Report], pid: int) -> list[str]:
-    """What is wrong with the reports of all survivors of an exact fault."""
+def _find_joint_errors(trial: Trial, reports: list[Report], pid: int) -> list[str]:
+    """Describe the errors in the joint reports of the survivors of an exact fault."""
     firsts = [report.first for report in reports]
-    soonest = min(report.first.at - report.at for report in reports)
+    soonest = min(report.first.time - report.fault_time for report in reports)
     if trial.kind != "stop":
-        late = trial.timeout * trial.alone + (PROMPT if trial.fused else AT_ONCE)
+        late = trial.timeout * trial.unregistered + (PROMPT if trial.fused else IMMEDIATE)
         return [] if soonest < late else [f"nobody noticed for {soonest:.2f} s"]
-    # Those that waited for less were notified by one that waited that long.
+    # Ranks with a shorter wait were notified by a rank that timed out.
     late = [first for first in firsts if first.error == "CollectiveTimeoutError"]
-    by_pid = trial.memory == "shared" and not trial.step and not trial.fused  # no kernel knows it
+    # Kernels do not report process ids.
+    by_pid = trial.memory == "shared" and not trial.step and not trial.fused
     name = f"rank {trial.victim} (pid {pid})" if by_pid else ""
-    blamed = any(name in first.text and trial.text in first.text for first in firsts)
-    known = trial.moment not in ("before", "gloo") or any(f.peer == trial.victim for f in firsts)
+    blamed = any(name in first.message and trial.message in first.message for first in firsts)
+    names_peer = trial.moment not in ("before", "gloo") or any(
+        f.peer == trial.victim for f in firsts
+    )
     waited = max(first.seconds for first in firsts) >= trial.timeout
-    return [] if late and blamed and known and waited else [f"they report {firsts}"]
+    return [] if late and blamed and names_peer and waited else [f"they report {firsts}"]
 
 
 def _allowed(trial: Trial, victim: bool) -> set[str]:
-    """How a rank's calls may end."""
+    """Return the errors that may end the calls of a rank."""
     lost, late = {"PeerLostError"}, {"CollectiveTimeoutError"}
     own = {kind: "KeyboardInterrupt" for kind in INTERRUPTS} | {"exception": "ArithmeticError"}
     if trial.exact and trial.kind in own:
         return {own[trial.kind]} if victim else lost
     if trial.kind == "kill":
         if trial.exact:
-            return late if trial.alone else lost
-        return lost | late if trial.step else lost  # nobody may know its process yet
+            return late if trial.unregistered else lost
+        return lost | late if trial.step else lost  # the peers may not have its process id yet
     if trial.kind == "stop":
-        known = trial.exact and (trial.step or trial.memory == "shared")
-        done = {""} if victim and trial.step else set[str]()  # then its next call fails
+        is_reported = trial.exact and (trial.step or trial.memory == "shared")
+        done = {""} if victim and trial.step else set[str]()  # its next call fails
         return (
             late
-            if not victim and (known or not (trial.step or trial.exact))
+            if not victim and (is_reported or not (trial.step or trial.exact))
             else late | lost | done
         )
     if trial.kind == "mismatch":
-        # A rank in the call sees that the numbers of rows differ; a rank that waits for one of
-        # these ranks sees it leave.
+        # A rank in the call detects the different row counts. A rank that waits for such a rank
+        # detects that it left.
         return {"CollectiveMismatchError", *lost}
     if trial.kind in ("fork", "destroyed"):
         return {""}
-    if trial.kind == "late":  # it may find all that it needs in workspaces, which stay as they are
+    if trial.kind == "late":  # workspaces may still contain all data that it reads
         return {"", *late, *lost} if victim else {*late, *lost}
     if victim:
         return {own.get(trial.kind, "MemoryError"), ""}
     if trial.kind not in INTERRUPTS:
         return {"", *lost}
-    # Who is interrupted before it has joined is awaited until the timeout: nobody knows it yet.
+    # During set-up, a rank may be interrupted before its peers have its process id. They time out.
     return {"", "CollectiveMismatchError", *lost, *(late if trial.step else ())}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs trials; the exit code is 1 if anything went wrong."""
+    """Run trials. The exit code is 1 if any trial failed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
@@ -545,10 +577,12 @@ def main(argv: list[str] | None = None) -> int:
             print(f"    {line}")
         sys.stdout.flush()
     print(f"\n{options.count} faults, {failed} of them wrong")
-    for kind, each in times.items():
-        seen = [seconds for seconds in each if seconds]
-        text = f"{statistics.median(seen):.3f} s, slowest {max(seen):.3f} s" if seen else "-"
-        print(f"{kind:10} {len(each):4} trials; from the fault to the last report: median {text}")
+    for kind, values in times.items():
+        seen = [seconds for seconds in values if seconds]
+        stats = f"{statistics.median(seen):.3f} s, slowest {max(seen):.3f} s" if seen else "-"
+        print(
+            f"{kind:10} {len(values):4} trials; from the fault to the last report: median {stats}"
+        )
     return int(failed > 0)
 
 

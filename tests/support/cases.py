@@ -1,4 +1,4 @@
-"""What the correctness tests run: one call as all ranks see it, and lists of them."""
+"""Cases of the correctness tests. A case describes one call on all ranks."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ from tpkernels.launch import Ranks
 RanksFixture: TypeAlias = Callable[[int], Ranks]
 
 WORLDS = (1, 2, 3, 4)
-# For sweeps; other tests take all of WORLDS.
+# World sizes of sweeps. The remaining tests use WORLDS.
 QUICK_WORLDS = (*sweep((3, 2, 1)), pytest.param(4, marks=pytest.mark.slow))
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-PACKABLE = DTYPES  # the dtypes of weights that can be packed
-COLLECTIVE_WAYS = ("unfused", "ring", "direct")
-MATMUL_WAYS = ("unfused", "ring", "direct", "pipelined")
-COLLECTIVE_ALGORITHMS = (*COLLECTIVE_WAYS, "auto")
-MATMUL_ALGORITHMS = (*MATMUL_WAYS, "auto")
+PACKABLE = DTYPES  # dtypes of weights that can be packed
+CONCRETE_COLLECTIVE_ALGORITHMS = ("unfused", "ring", "direct")
+CONCRETE_MATMUL_ALGORITHMS = ("unfused", "ring", "direct", "pipelined")
+COLLECTIVE_ALGORITHMS = (*CONCRETE_COLLECTIVE_ALGORITHMS, "auto")
+MATMUL_ALGORITHMS = (*CONCRETE_MATMUL_ALGORITHMS, "auto")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One call, as all ranks see it."""
+    """One call on all ranks."""
 
     op: str
-    shape: tuple[int, ...]  #: the gathered x, or the unreduced sum: that of `plan.Problem`
-    dim: int = 0  #: gathered or scattered
-    sizes: tuple[int, ...] | None = None  #: passed as shard_sizes, None for equal shards
+    shape: tuple[int, ...]  #: of the gathered x, or of the unreduced sum, as in `plan.Problem`
+    dim: int = 0  #: dim that is gathered or scattered
+    sizes: tuple[int, ...] | None = None  #: shard_sizes; None for equal shards
     dtype: torch.dtype = torch.float32
     algorithm: str = "auto"
-    k: tuple[int, ...] = ()  #: of a reduction: K of rank r is k[r % len(k)]
-    n: tuple[int, ...] = ()  #: of all_gather_matmul: columns of each weight
-    n_by_rank: bool = False  #: rank r's weights have r columns more
-    biases: tuple[torch.dtype | None, ...] = ()  #: their dtypes, in turn; a reduction has one
+    k: tuple[int, ...] = ()  #: in reductions, K of rank r is k[r % len(k)]
+    n: tuple[int, ...] = ()  #: columns of each weight in all_gather_matmul
+    n_by_rank: bool = False  #: add r columns to the weights of rank r
+    biases: tuple[torch.dtype | None, ...] = ()  #: bias dtypes, cycled; a reduction has one bias
     residual: torch.dtype | None = None
-    norm: torch.dtype | None = None  #: of the weight of a normalisation, None for that of x
+    norm: torch.dtype | None = None  #: dtype of the RMSNorm weight; None for the dtype of x
     out_dtype: torch.dtype | None = None
     wire_dtype: torch.dtype | None = None
     return_gathered: bool = False
-    layout: str = "plain"  #: of x in memory, see `ranked.place`
+    layout: str = "plain"  #: memory layout of x, see `ranked.copy_to_layout`
     weight_layout: str = "plain"
     integers: bool = False
-    scales: str = ""  #: of an op on scaled operands: one of `reference.SCALES`
-    w_dtype: torch.dtype | None = None  #: of the scaled weights, None for that of x
+    scales: str = ""  #: kind of scales, one of `reference.SCALES`
+    w_dtype: torch.dtype | None = None  #: dtype of scaled weights; None for the dtype of x
     replicated: bool = False  #: every rank passes the scales of the gathered x
 
     def __str__(self) -> str:
-        """The op, and what is not at its default."""
+        """Return the op and all fields that differ from their default."""
         changed = [
             f"{field.name}={getattr(self, field.name)}"
             for field in fields(self)
@@ -79,42 +79,46 @@ class Case:
         return self.op.endswith("_rms_norm")
 
     def shards(self, world: int) -> tuple[int, ...]:
-        """Rows of each rank along ``dim``."""
+        """Return the rows of each rank along ``dim``."""
         return self.sizes or (self.shape[self.dim] // world,) * world
 
-    def shard(self, whole: torch.Tensor, rank: int, world: int) -> torch.Tensor:
-        """Rank's part of the gathered or scattered tensor."""
+    def shard(self, full: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+        """Return the shard of a rank of the gathered or scattered tensor."""
         shards = self.shards(world)
-        return whole.narrow(self.dim, sum(shards[:rank]), shards[rank])
+        return full.narrow(self.dim, sum(shards[:rank]), shards[rank])
 
     def values(self) -> Case:
-        """The case without the fields that change no value."""
+        """Reset the fields that affect neither the inputs nor the expected results."""
         plain = {"layout": "plain", "weight_layout": "plain"}
         return replace(self, algorithm="auto", replicated=False, **plain)
 
-    def generator(self, *what: object) -> torch.Generator:
-        return torch.Generator().manual_seed(zlib.crc32(f"{self} {what}".encode()))
+    def generator(self, *seed_key: object) -> torch.Generator:
+        return torch.Generator().manual_seed(zlib.crc32(f"{self} {seed_key}".encode()))
 
 
-def each(
+def expand_cases(
     *cases: Case,
     dtypes: tuple[torch.dtype, ...] = DTYPES,
     algorithms: tuple[str, ...] | None = None,
     integers: tuple[bool, ...] = (True, False),
 ) -> list[Case]:
-    """The cases in every dtype (scaled ones in theirs), with integers and with random numbers, by
-    every algorithm of the op or by ``algorithms`` ("auto" chooses one of them)."""
+    """Expand cases to all dtypes, integers and random values, and algorithms.
+
+    Scaled cases keep their dtype. ``algorithms`` defaults to all algorithms of the op except
+    "auto".
+    """
     return [
-        replace(case, dtype=dtype, integers=exact, algorithm=algorithm)
+        replace(case, dtype=dtype, integers=integral, algorithm=algorithm)
         for case in cases
         for dtype in ((case.dtype,) if case.scales else dtypes)
-        for exact in integers
-        for algorithm in algorithms or (MATMUL_WAYS if "matmul" in case.op else COLLECTIVE_WAYS)
+        for integral in integers
+        for algorithm in algorithms
+        or (CONCRETE_MATMUL_ALGORITHMS if "matmul" in case.op else CONCRETE_COLLECTIVE_ALGORITHMS)
     ]
 
 
 def along_each_dim(case: Case, shapes: Iterable[tuple[int, ...]], size: int) -> list[Case]:
-    """The case with each of the shapes, along each dim of that size."""
+    """Vary the case over the shapes, and over the dims of size ``size`` in each shape."""
     return [
         replace(case, shape=shape, dim=dim)
         for shape in shapes
@@ -123,13 +127,13 @@ def along_each_dim(case: Case, shapes: Iterable[tuple[int, ...]], size: int) -> 
     ]
 
 
-def exact(*cases: Case, dtypes: tuple[torch.dtype, ...] = DTYPES) -> list[Case]:
-    """``each`` with integers only: for cases that move data and change no arithmetic."""
-    return each(*cases, dtypes=dtypes, integers=(True,))
+def exact_cases(*cases: Case, dtypes: tuple[torch.dtype, ...] = DTYPES) -> list[Case]:
+    """Expand with integers only, for cases that move data and do not change arithmetic."""
+    return expand_cases(*cases, dtypes=dtypes, integers=(True,))
 
 
 def one_of_each(world: int) -> list[Case]:
-    """A small case of every op by every algorithm, with uneven shards where possible."""
+    """Create a small case per op and algorithm, with uneven shards if possible."""
     sizes = tuple(range(4, 4 + world))
     rows = sum(sizes)
     collectives = [
@@ -146,17 +150,20 @@ def one_of_each(world: int) -> list[Case]:
         Case(op="matmul_all_reduce_rms_norm", shape=(rows, 6), k=(9,)),
     ]
     return [
-        *exact(*collectives, dtypes=(torch.float32,)),
-        *exact(*matmuls, dtypes=(torch.float32,)),
+        *exact_cases(*collectives, dtypes=(torch.float32,)),
+        *exact_cases(*matmuls, dtypes=(torch.float32,)),
     ]
 
 
 def uneven_splits(total: int, world: int) -> Iterator[tuple[int, ...]]:
-    """Splits of ``total`` rows: balanced, growing with the rank, and with empty ranks before,
-    between and behind others."""
+    """Yield splits of ``total`` rows.
+
+    The first is balanced, in the second the rows grow with the rank. Then follow splits with empty
+    ranks at the start, at the end and in the middle.
+    """
     yield tuple(total // world + (rank < total % world) for rank in range(world))
-    edges = [total * rank * (rank + 1) // (world * (world + 1)) for rank in range(world + 1)]
-    yield tuple(after - before for before, after in pairwise(edges))
+    offsets = [total * rank * (rank + 1) // (world * (world + 1)) for rank in range(world + 1)]
+    yield tuple(end - begin for begin, end in pairwise(offsets))
     yield (*(0,) * (world - 1), total)
     yield (total, *(0,) * (world - 1))
     if world > 2:

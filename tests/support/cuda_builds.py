@@ -1,4 +1,4 @@
-"""Reads compiled CUDA kernels with the tools in Triton's wheel."""
+"""Read compiled CUDA kernels with the tools of the Triton wheel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 @dataclass(frozen=True)
 class Usage:
-    """The resources that one kernel takes, according to the cubin."""
+    """Resources of one kernel, as listed in the cubin."""
 
     registers: int
     stack: int
@@ -25,7 +25,7 @@ class Usage:
 
 @functools.cache
 def dump(image: bytes, *options: str) -> str:
-    """The output of cuobjdump for a fat binary or a cubin."""
+    """Return the output of cuobjdump for a fat binary or a cubin."""
     with tempfile.NamedTemporaryFile(suffix=".fatbin") as file:
         file.write(image)
         file.flush()
@@ -35,7 +35,7 @@ def dump(image: bytes, *options: str) -> str:
 
 @functools.cache
 def usage(image: bytes) -> dict[str, dict[str, Usage]]:
-    """By architecture (sm_90) and kernel."""
+    """Return the resources by architecture (sm_90) and kernel."""
     usages: dict[str, dict[str, Usage]] = {}
     arch = kernel = ""
     for line in dump(image, "-res-usage").splitlines():
@@ -48,38 +48,38 @@ def usage(image: bytes) -> dict[str, dict[str, Usage]]:
     return usages
 
 
-def ptx_of(image: bytes) -> str:
-    """The PTX in a fat binary."""
-    text = dump(image, "-ptx")
-    return text[text.index(".version") :].partition("\nFatbin")[0]
+def get_ptx(image: bytes) -> str:
+    """Return the PTX in a fat binary."""
+    output = dump(image, "-ptx")
+    return output[output.index(".version") :].partition("\nFatbin")[0]
 
 
 @functools.cache
-def kernels_of(ptx: str) -> dict[str, str]:
-    """The PTX of each kernel."""
-    parts = re.split(r"\.visible \.entry (\w+)\(", ptx)
-    return dict(zip(parts[1::2], parts[2::2], strict=True))
+def split_kernels(ptx: str) -> dict[str, str]:
+    """Return the PTX of each kernel."""
+    sections = re.split(r"\.visible \.entry (\w+)\(", ptx)
+    return dict(zip(sections[1::2], sections[2::2], strict=True))
 
 
 _NO_ACCESS = r"(?:(?!\b(?:ld|st|atom)\.)[\s\S])*"
-# The record of a failure: who is first, what was seen, a word that tells the host to read it.
-RECORD = _NO_ACCESS.join(
+# Failure record: elect the first program, store the mismatch, signal the host.
+FAILURE_RECORD = _NO_ACCESS.join(
     (
         r"atom\.acq_rel\.gpu\.global\.cas\.b64",
-        *(rf"st\.global\.u64 \[%rd\d+\+{at}\]" for at in (24, 32, 40)),
+        *(rf"st\.global\.u64 \[%rd\d+\+{offset}\]" for offset in (24, 32, 40)),
         r"st\.release\.sys\.global\.u64",
     )
 )
 
 
-def sass_of(image: bytes, arch: str) -> dict[str, str]:
-    """The machine code of each kernel for an architecture."""
-    parts = re.split(r"Function : (\w+)", dump(image, "-sass", "-arch", arch))
-    return dict(zip(parts[1::2], parts[2::2], strict=True))
+def get_sass(image: bytes, arch: str) -> dict[str, str]:
+    """Return the machine code of each kernel for an architecture."""
+    sections = re.split(r"Function : (\w+)", dump(image, "-sass", "-arch", arch))
+    return dict(zip(sections[1::2], sections[2::2], strict=True))
 
 
-def assembled(ptx: str, arch: str) -> bytes:
-    """PTX assembled to a cubin by the newer of Triton's two ptxas."""
+def assemble(ptx: str, arch: str) -> bytes:
+    """Assemble PTX to a cubin with the newer of the two ptxas in Triton."""
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder, "kernels.ptx"), Path(folder, "kernels.cubin")
         source.write_text(ptx)

@@ -1,5 +1,7 @@
-"""CPU tensors take the code path of CUDA tensors: everything but the device itself. Shared memory
-stands in for torch's symmetric memory."""
+"""Dry run of the CUDA code path on CPU tensors: only the device is replaced.
+
+Shared memory stands in for the symmetric memory of torch.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from tpkernels.groups.group import Group
 from tpkernels.ops import validation
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.op_spec import OPS
-from tpkernels.planning.qualification import COPY_ENGINES, Qualification, variants_of
+from tpkernels.planning.qualification import COPY_ENGINES, Qualification, get_variants
 from tpkernels.symm import gpu_memory, host
 from tpkernels.symm.cuda import CudaWorkspace
 
@@ -31,22 +33,21 @@ FUSED_OPS = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
 @dataclass(frozen=True)
 class Handle:
     buffer_ptrs: list[int]
-    offset: int  # bytes, of the memory in its allocation
+    offset: int  # bytes from the start of the allocation
     arena: Any
     multicast_ptr: int = 1 << 60
 
 
-OFFSET = 256  # bytes before the memory, in its allocation
+OFFSET = 256  # bytes from the start of the allocation
 
 
-# Every variant is qualified.
 ALL_QUALIFIED = Qualification(
     frozenset(
         {
             variant
             for spec in OPS.values()
             for name in ALGORITHMS
-            for variant in variants_of(spec, name)
+            for variant in get_variants(spec, name)
         }
     )
     | {f"fused/{COPY_ENGINES}"}
@@ -54,8 +55,10 @@ ALL_QUALIFIED = Qualification(
 
 
 class SharedMemory:
-    """The part of torch's symmetric memory that is used. `offset_of` a rank's memory in its
-    allocation may differ between ranks."""
+    """The subset of the torch symmetric memory API that is used.
+
+    `get_offset`, the offset of the memory in its allocation, may differ between ranks.
+    """
 
     empty = staticmethod(torch.empty)
 
@@ -64,35 +67,39 @@ class SharedMemory:
         return cls.empty(*size, dtype=dtype, device=device)
 
     @staticmethod
-    def offset_of(rank: int) -> int:
+    def get_offset(rank: int) -> int:
         return OFFSET
 
     @classmethod
     def rendezvous(cls, memory: torch.Tensor, name: str) -> Handle:
         workspace = groups.get(name).workspace
         assert workspace is not None
-        world, own = workspace.participant.world, workspace.participant.rank
-        offsets, count, dtype = list(map(cls.offset_of, range(world))), memory.numel(), memory.dtype
-        arena = workspace._further_arena("a rehearsal", max(offsets) + count)
+        world, rank = workspace.participant.world, workspace.participant.rank
+        offsets, count, dtype = (
+            list(map(cls.get_offset, range(world))),
+            memory.numel(),
+            memory.dtype,
+        )
+        arena = workspace._make_extra_arena("a rehearsal", max(offsets) + count)
 
-        def part(rank: int) -> torch.Tensor:
+        def get_region(rank: int) -> torch.Tensor:
             return torch.frombuffer(arena.region(rank, offsets[rank], count), dtype=dtype)
 
-        memory.set_(part(own))
+        memory.set_(get_region(rank))
         if isinstance(multimem._ops, Multimem):
-            parts = functools.partial(map, part, range(world))
-            multimem._ops.memory[memory.data_ptr(), name] = parts
-        return Handle([arena.region(rank).address for rank in range(world)], offsets[own], arena)
+            regions = functools.partial(map, get_region, range(world))
+            multimem._ops.memory[memory.data_ptr(), name] = regions
+        return Handle([arena.region(rank).address for rank in range(world)], offsets[rank], arena)
 
 
-def use_memory(patch: pytest.MonkeyPatch, memory: type[SharedMemory]) -> None:
-    """Let ``memory`` take the place of torch's symmetric memory."""
+def use_symmetric_memory(patch: pytest.MonkeyPatch, memory: type[SharedMemory]) -> None:
+    """Replace the symmetric memory of torch by ``memory``."""
     patch.setattr(gpu_memory, "symmetric_memory", memory)
     patch.setattr(gpu_memory, "SymmetricMemory", memory)
 
 
-def with_handle(change: Callable[[Handle], Handle]) -> type[SharedMemory]:
-    """Memory whose handles are changed."""
+def memory_with_handle(change: Callable[[Handle], Handle]) -> type[SharedMemory]:
+    """Return a `SharedMemory` whose rendezvous passes each handle through ``change``."""
 
     class Changed(SharedMemory):
         @staticmethod
@@ -103,28 +110,30 @@ def with_handle(change: Callable[[Handle], Handle]) -> type[SharedMemory]:
 
 
 @contextlib.contextmanager
-def pretending(
+def cuda_code_path(
     memory: Any = SharedMemory, qualification: Qualification | None = ALL_QUALIFIED
 ) -> Iterator[pytest.MonkeyPatch]:
-    """CPU tensors take the code path of CUDA tensors, and no kernel is unsupported.
-    ``qualification``: what is qualified; None: as the report on disk says."""
+    """Let CPU tensors use the code path of CUDA tensors, with all kernels supported.
+
+    ``qualification``: the qualified variants, or None to read the report on disk.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(validation, "device", lambda _: "cuda")
         patch.setattr("tpkernels.ops.planned_calls.unsupported", lambda *_: None)
-        use_memory(patch, memory)
+        use_symmetric_memory(patch, memory)
         patch.setattr(multimem, "_ops", Multimem())
         if qualification is not None:
             patch.setattr(Group, "qualification", lambda _: qualification)
-        patch.setattr(host, "_FIRST_WORDS", 4)  # so that they have to grow
+        patch.setattr(host, "_FIRST_SIGNALS", 4)  # small, so that workspaces grow
         patch.setattr(host, "_FIRST_BYTES", 1 << 12)
         yield patch
 
 
-def copy_engines(patch: pytest.MonkeyPatch) -> None:
-    """`fused` gathers by copy engines, whatever the size; a chunk is a row of tiles."""
+def use_copy_engines(patch: pytest.MonkeyPatch) -> None:
+    """Let `fused` gather by copy engines for any size. A chunk is a row of tiles."""
     patch.setattr("tpkernels.algorithms.fused.COPY_ENGINE_BYTES", 0)
     patch.setattr("tpkernels.kernels.all_gather_matmul._CHUNK_BYTES", 1)
 
 
-def space_of(group: dist.ProcessGroup) -> CudaWorkspace:
-    return faults.workspace_of(group).on_gpus[torch.device("cpu")]
+def kernel_space(group: dist.ProcessGroup) -> CudaWorkspace:
+    return faults.get_workspace(group).cuda_workspaces[torch.device("cpu")]

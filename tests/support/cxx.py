@@ -1,4 +1,4 @@
-"""C++ of the tests: programs and libraries, compiled once and kept in pytest's cache."""
+"""Compile the C++ programs and libraries of the tests once, cached in the pytest cache."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ import pytest
 
 
 def compiler() -> list[str]:
-    """The C++ compiler; skips where there is none."""
+    """Return the C++ compiler, or skip."""
     command = shlex.split(os.environ.get("CXX") or "g++")
     if shutil.which(command[0]) is None:
         pytest.skip(f"no C++ compiler: {command[0]}")
     return command
 
 
-def compiled(
+def compile_cached(
     folder: Path, name: str, arguments: Iterable[str | Path], headers: Iterable[Path] = ()
 ) -> Path:
-    """The compiler's output, unless the folder has that of the same arguments, and of the same
-    contents of the files among them and of the ``headers``."""
+    """Compile, or return the cached output.
+
+    The cache key contains the compiler version, the arguments, and the contents of the source files
+    and ``headers``.
+    """
     arguments = [*arguments]
     command = [*compiler(), *map(str, arguments)]
     version = subprocess.run([*compiler(), "--version"], capture_output=True, check=True)

@@ -1,10 +1,10 @@
-"""The CUDA kernels on a CPU: a libcuda.so.1 made for the tests, whose device is the CPU.
+"""CUDA kernels on a CPU: a libcuda.so.1 for tests, whose device is the CPU.
 
-``tests/native/emulated`` compiles the sources of ``csrc/cuda`` unchanged, with CPU threads for CUDA
-threads and atomics for memory ordering, and serves them behind the driver's functions. So the
-extension's launch code, ``tpkernels.cuda``, the kernels' arithmetic and their protocol run between
-processes without a GPU. It proves nothing about what only a GPU has: the memory ordering of PTX,
-copy engines, multicast.
+``tests/native/emulated`` compiles the sources of ``csrc/cuda`` unchanged and launches them through
+the functions of the driver API. CPU threads emulate CUDA threads, and atomics emulate memory
+ordering. So the launch code, ``tpkernels.cuda``, the arithmetic of the kernels and their protocol
+run between processes without a GPU. The emulation proves nothing about the memory ordering of PTX,
+copy engines or multicast.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import faults, ranked
-from tests.support.cxx import compiled
+from tests.support.cxx import compile_cached
 from tests.support.paths import NATIVE, ROOT
 from tpkernels import _C
 from tpkernels.algorithms.reduction import Reduction
@@ -34,20 +34,20 @@ EMULATED = NATIVE / "emulated"
 FLAGS = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-pthread"]
 FLAGS += [f"-I{EMULATED}", f"-I{ROOT / 'csrc'}"]
 SONAME = "libcuda.so.1"
-WORDS, BUFFER_BYTES = 160, 1 << 15
+SIGNALS, BUFFER_BYTES = 160, 1 << 15
 F32, F16, BF16 = DTYPES = torch.float32, torch.float16, torch.bfloat16
-# How stores of several words are seen (tests/native/emulated/grid.h): as PTX allows, then wrongly.
+# Visibility of multi-word stores (tests/native/emulated/grid.h): legal, then two violations.
 TEARINGS = ("between words", "one flag per line", "torn words")
 
 
 def build(folder: Path, source: str, *flags: str) -> Path:
-    """Compile ``source`` of the emulation."""
+    """Compile a source file of the emulation."""
     headers = [*(ROOT / "csrc" / "cuda").glob("*"), *EMULATED.rglob("*.*")]
-    return compiled(folder, SONAME, [*FLAGS, *flags, EMULATED / source], headers)
+    return compile_cached(folder, SONAME, [*FLAGS, *flags, EMULATED / source], headers)
 
 
 def build_driver(folder: Path) -> Path:
-    """The driver; skips on machines with a GPU, whose real driver would be loaded instead."""
+    """Build the driver. Skip on machines with a GPU, which would load their real driver."""
     if torch.cuda.is_available():
         pytest.skip("there is a real CUDA driver here")
     return build(folder, "driver.cpp", "-fPIC", "-shared", f"-Wl,-soname,{SONAME}")
@@ -57,8 +57,10 @@ _loaded: list[ctypes.CDLL] = []
 
 
 def load(path: str) -> None:
-    """Make it the CUDA driver of this process: dlopen returns the library that is already loaded
-    under that name."""
+    """Load the library as the CUDA driver of this process.
+
+    A later dlopen returns the library that is loaded under this name.
+    """
     if not _loaded:
         if not _C.cuda.architectures():  # any image will do
             image.nvrtc_image = lambda capability: b"an image"
@@ -66,57 +68,62 @@ def load(path: str) -> None:
 
 
 def library() -> ctypes.CDLL:
-    """The driver of this process."""
+    """Return the driver of this process."""
     return _loaded[0]
 
 
 @contextlib.contextmanager
-def driver_that(fails: str = "", code: int = 0, **settings: int) -> Iterator[None]:
-    """Change the driver: its settings (tests/native/emulated/driver.cpp), and a function of it that
-    fails. The kernels are loaded anew."""
+def configure_driver(fails: str = "", code: int = 0, **settings: int) -> Iterator[None]:
+    """Change the driver settings, let one driver function fail, and reload the kernels.
+
+    Settings: tests/native/emulated/driver.cpp.
+    """
     change = library().emulated_set
-    before = {name: change(name.encode(), at) for name, at in settings.items()}
+    previous = {name: change(name.encode(), value) for name, value in settings.items()}
     library().emulated_fail(fails.encode(), code)
-    _forget_kernels()
+    _clear_kernel_caches()
     try:
         yield
     finally:
-        for name, at in before.items():
-            change(name.encode(), at)
+        for name, value in previous.items():
+            change(name.encode(), value)
         library().emulated_fail(b"", 0)
-        _forget_kernels()
+        _clear_kernel_caches()
 
 
-def _forget_kernels() -> None:
-    for cached in (image.kernels, image._loads, calls._capability):
-        cached.cache_clear()
+def _clear_kernel_caches() -> None:
+    for function in (image.kernels, image._loads, calls._capability):
+        function.cache_clear()
 
 
-def count_of(name: str) -> int:
-    """What the driver has counted (tests/native/emulated/driver.cpp)."""
+def get_counter(name: str) -> int:
+    """Return a counter of the driver (tests/native/emulated/driver.cpp)."""
     return int(library().emulated_get(name.encode()))
 
 
-def counts() -> tuple[int, ...]:
-    """Of the last launch: barriers, releases at system scope, and ordering atomics that one thread
-    did one after the other."""
-    return tuple(map(count_of, ("barriers", "releases", "atomics")))
+def launch_counters() -> tuple[int, ...]:
+    """Return counters of the last launch, each the maximum over its threads.
+
+    Returns:
+        The barriers, the releases at system scope, and the ordering atomics of a thread.
+    """
+    return tuple(map(get_counter, ("barriers", "releases", "atomics")))
 
 
-# Tests whose functions assert on every rank, where this driver is loaded.
+# Decorators of tests that run on every rank, with this driver loaded.
 on_ranks = functools.partial(ranked.on_ranks, driver=True, timeout=240.0)
-interpreted = functools.partial(on_ranks, fixture="interpreting")
+interpreted = functools.partial(on_ranks, fixture="interpreter_ranks")
 
 
-def space_of(
-    timeout: float = 20.0, words: int = WORDS, buffer_bytes: int = BUFFER_BYTES
+def kernel_space(
+    timeout: float = 20.0, signals: int = SIGNALS, buffer_bytes: int = BUFFER_BYTES
 ) -> DeviceWorkspace:
-    """On a rank: a workspace of all ranks for the kernels."""
+    """Create a kernel workspace of all ranks. Collective."""
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
     tpkernels.init(group)
-    workspace = faults.workspace_of(group)
-    space = workspace.device(words, buffer_bytes, "a test of the CUDA kernels")
+    workspace = faults.get_workspace(group)
+    space = workspace.device(signals, buffer_bytes, "a test of the CUDA kernels")
     space.timeout_ns = int(timeout * 1e9)
     return space
 
@@ -131,30 +138,37 @@ def all_reduce(
     **options: Any,
 ) -> None:
     """Queue one all-reduce."""
-    added = bias, residual
-    prepared = prepare_all_reduce(space.world, x, out, *added, variants=space.variants, **options)
-    prepared.bind(space, signature)(x, out, *added)
+    epilogue_args = bias, residual
+    prepared = prepare_all_reduce(
+        space.world, x, out, *epilogue_args, variants=space.variants, **options
+    )
+    prepared.bind(space, signature)(x, out, *epilogue_args)
 
 
-def require_none(wrong: Sequence[object], *spaces: DeviceWorkspace) -> None:
-    """Fail with what is wrong, and with waits that have failed."""
-    found = [one for one in (*wrong, *(s.failure() for s in spaces)) if one is not None]
-    assert not found, f"{len(found)} failures: {found[:10]}"
+def require_no_failures(results: Sequence[object], *spaces: DeviceWorkspace) -> None:
+    """Fail with the given failures, and with failed waits of the workspaces."""
+    failures = [
+        result for result in (*results, *(s.failure() for s in spaces)) if result is not None
+    ]
+    assert not failures, f"{len(failures)} failures: {failures[:10]}"
 
 
-def is_spoilt(results: Sequence[torch.Tensor]) -> bool:
-    """Whether a call that gave up has left NaN."""
+def is_all_nan(results: Sequence[torch.Tensor]) -> bool:
+    """Return True if all results are NaN, as after an abandoned call."""
     return all(bool(x.isnan().all()) for x in results)
 
 
-def anywhere(count: int) -> int:
-    """The sum over all ranks."""
+def sum_over_ranks(count: int) -> int:
+    """Return the sum over all ranks. Collective."""
     dist.all_reduce(total := torch.tensor(count))
     return int(total)
 
 
 def random(count: int, dtype: torch.dtype, seed: int, offset: int = 0) -> torch.Tensor:
-    """Sizes so different that the order of a sum matters; ``offset`` elements off alignment."""
+    """Draw values whose magnitudes differ so much that the order of a sum matters.
+
+    ``offset``: elements by which the tensor is misaligned.
+    """
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(count + offset, generator=generator, dtype=torch.float64)
     size = 10.0 ** torch.randint(-2, 3, (count + offset,), generator=generator)
@@ -167,7 +181,7 @@ def host_sum(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What csrc/host computes."""
+    """Reduce partial sums with csrc/host."""
     out = torch.empty(partials[0].shape, dtype=out_dtype)
     bias = None if bias is None else bias.float()
     epilogue = Reduction(out_dtype, bias, residual).epilogue()

@@ -1,5 +1,7 @@
-"""Triton's way from a launch to the compiled kernel, without a GPU: nothing is compiled, and what
-would be launched is noted."""
+"""The launch path of Triton without a GPU.
+
+Kernels are not compiled. Launches are recorded.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ _HOPPER = GPUTarget("cuda", 90, 32)
 
 
 class _Driver:
-    """Of a GPU that has one stream."""
+    """The driver of a GPU with one stream."""
 
     def get_current_device(self) -> int:
         return 0
@@ -39,22 +41,22 @@ class _Compiled(CompiledKernel):  # type: ignore[misc]
         self._launches = launches
         self._run = self._note
 
-    def _note(self, *given: Any) -> None:
+    def _note(self, *args: Any) -> None:
         if self._launches is not None:
-            grid, arguments = given[:3], given[9:]
+            grid, arguments = args[:3], args[9:]
             self._launches.append((self.name, grid, arguments))
 
 
 @contextlib.contextmanager
 def launching(launches: Launches | None = None) -> Iterator[list[str]]:
-    """Kernels can be launched; the names of those that Triton would have compiled."""
+    """Enable launches. Yield the names of kernels that Triton would have compiled."""
     compiled: list[str] = []
 
     def compile_source(source: Any, **_: Any) -> _Compiled:
         compiled.append(source.name)
         return _Compiled(source, launches)
 
-    before = driver._active
+    previous = driver._active
     driver.set_active(_Driver())
     try:
         for kernel in KERNELS:
@@ -62,6 +64,6 @@ def launching(launches: Launches | None = None) -> Iterator[list[str]]:
             kernel.compile = compile_source
         yield compiled
     finally:
-        driver._active = before
+        driver._active = previous
         for kernel in KERNELS:
             kernel.device_caches.clear()

@@ -1,5 +1,7 @@
-"""What the failure tests share: ranks that are watched for what they leave behind, calls that are
-expected to fail, and ways to disturb a rank."""
+"""Helpers of the failure tests.
+
+They start ranks that must leave no process or file, record how calls end, and disturb a rank.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
-from tests.support.processes import running
+from tests.support.processes import running_processes
 from tpkernels import groups
 from tpkernels.algorithms.backends import TABLES
 from tpkernels.launch import Outcome, Ranks
@@ -33,57 +35,56 @@ from tpkernels.planning.op_spec import OPS
 from tpkernels.symm.host import HostWorkspace
 
 WORKSPACE_BYTES = 1 << 16
-PATIENCE = 20.0  # a group's timeout if something else must end the wait
-# A failure other than a timeout is reported well before the group's timeout, even on a busy
-# machine. The first rank to report a killed one does so at once.
+PATIENCE = 20.0  # s, group timeout if something other than the timeout must end the wait
+# Limits in seconds. All ranks report a failure other than a timeout within PROMPT, even on a busy
+# machine. The first rank reports a killed rank within IMMEDIATE.
 PROMPT = PATIENCE / 4
-AT_ONCE = 1.0
+IMMEDIATE = 1.0
 COLLECT_SECONDS = 60.0
 
-# Every op with every algorithm that it has on the CPUs of one host, without the Triton interpreter.
-# Those on scaled operands, which the functions of others carry out, and on routed tokens are by
-# themselves.
-_HERE = sorted(case for case in TABLES["cpu"] if case[1] not in ("fused", "hierarchical"))
-_APART = {op for op, spec in OPS.items() if spec.scaled or spec.routed}
-CASES = [case for case in _HERE if case[0] not in _APART and not OPS[case[0]].exchanges]
-CASES_APART = [case for case in _HERE if case[0] in _APART]
+# Every (op, algorithm) for CPUs of one host, except those that need the Triton interpreter. MoE ops
+# and ops on scaled operands (implemented by the plain ops) are in a separate list.
+_CPU_CASES = sorted(case for case in TABLES["cpu"] if case[1] not in ("fused", "hierarchical"))
+_SEPARATE_OPS = {op for op, spec in OPS.items() if spec.scaled or spec.routed}
+CASES = [case for case in _CPU_CASES if case[0] not in _SEPARATE_OPS and not OPS[case[0]].exchanges]
+SCALED_AND_ROUTED_CASES = [case for case in _CPU_CASES if case[0] in _SEPARATE_OPS]
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a call ended on one rank."""
+    """The result of a call on one rank."""
 
-    error: str  #: the exception's class name, empty if the call succeeded
-    text: str
+    error: str  #: class name of the exception, empty if the call succeeded
+    message: str
     peer: int | None
-    at: float  #: time.monotonic(), one clock for all processes
+    time: float  #: time.monotonic(), one clock for all processes
     seconds: float
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank reports of a failure and of the calls after it."""
+    """A failure on one rank, and the calls after it."""
 
     first: Ending
-    again: Ending  #: the next call on the same group
-    others: list[Ending]  #: calls on other groups, which must go on
-    at: float = 0.0  #: when the fault happened, on the clock of `Ending.at`; 0.0: unknown
-    fork: str = ""  #: what the victim's fork reports
+    next_call: Ending  #: the next call on the same group
+    other_groups: list[Ending]  #: calls on other groups, which must succeed
+    fault_time: float = 0.0  #: on the clock of `Ending.time`; 0.0: unknown
+    fork: str = ""  #: report of the child that the victim forked
 
 
-def group_of(group: object) -> dist.ProcessGroup:
+def require_group(group: object) -> dist.ProcessGroup:
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
-def workspace_of(group: dist.ProcessGroup) -> HostWorkspace:
+def get_workspace(group: dist.ProcessGroup) -> HostWorkspace:
     workspace = groups.get(group.group_name).workspace
     assert workspace is not None
     return workspace
 
 
 def poison_buffer(workspace: HostWorkspace, epoch: int) -> None:
-    """Fill this rank's buffer of the epoch's parity with NaN."""
+    """Fill the local data buffer of this epoch with NaN."""
     channel = workspace.channel
     memory = torch.frombuffer(workspace._arena.region(channel.rank), dtype=torch.float32)
     offset = channel.buffer_offset(epoch & 1)
@@ -95,9 +96,9 @@ def shares_memory(group: dist.ProcessGroup) -> bool:
 
 
 def new_group(timeout: float = PATIENCE, ranks: list[int] | None = None) -> dist.ProcessGroup:
-    """A group of all ranks, or of ``ranks``, which alone take part in making it."""
-    made = dist.new_group(ranks, use_local_synchronization=ranks is not None)
-    group = group_of(made)
+    """Create a group of all ranks or of ``ranks``. Collective over its members."""
+    new = dist.new_group(ranks, use_local_synchronization=ranks is not None)
+    group = require_group(new)
     tpkernels.init(group, timeout=timeout, workspace_bytes=WORKSPACE_BYTES)
     return group
 
@@ -113,14 +114,13 @@ def run_op(
     converts: bool = False,
     max_rows: int | None = None,
 ) -> None:
-    """One call with known numbers; checks the result.
+    """Run one call with known values and check the result.
 
     Args:
-        x: where its ones are.
-        value: of x.
-        converts: it is a call for which much memory is allocated, with bf16, a bias, and a
-            transposed x of all_reduce_.
-        max_rows: of routed tokens.
+        x: a tensor of ones.
+        value: value of the elements of x.
+        converts: the call allocates much memory: bf16, a bias, and a transposed x of all_reduce_.
+        max_rows: capacity of MoE ops.
     """
     world, k, n = group.size(), 48, 40
     function, options = getattr(tpkernels, op), dict[str, Any](algorithm=algorithm)
@@ -129,43 +129,43 @@ def run_op(
     x = torch.full((rows, k), value, dtype=dtype) if x is None else x
     if converts and op == "all_reduce_":
         x = x.t()
-    factors = [x, torch.ones(k, n, dtype=dtype)] if spec.has_matmul else [x]
+    operands = [x, torch.ones(k, n, dtype=dtype)] if spec.has_matmul else [x]
     if spec.scaled:
-        factors = [factor.to(torch.float8_e4m3fn) for factor in factors]
-        factors += [torch.ones(rows, 1), torch.ones(1, n)]
+        operands = [factor.to(torch.float8_e4m3fn) for factor in operands]
+        operands += [torch.ones(rows, 1), torch.ones(1, n)]
     expected = value * (k if spec.has_matmul else 1) * (world if spec.reduces else 1)
     if converts and spec.has_matmul:
         options["biases" if spec.gathers else "bias"] = torch.full((n,), 16.0, dtype=torch.bfloat16)
         expected += 16.0
     if spec.routed:
         function, options["max_rows"] = getattr(torch.ops.tpkernels, op), max_rows
-        routes = (torch.arange(world * rows) % world).view(-1, 1)
+        topk_ids = (torch.arange(world * rows) % world).view(-1, 1)
         weights = [torch.ones(rows, 1)] if spec.combines else []
-        got = function(*factors, *weights, routes, world, group.group_name, **options)
+        got = function(*operands, *weights, topk_ids, world, group.group_name, **options)
         got = got if spec.combines else got[0]
     elif op.endswith("_rms_norm"):
         weight = torch.ones(n if spec.has_matmul else k, dtype=dtype)
-        normed, got = function(*factors, weight, group, eps=0.0, **options)
+        normed, got = function(*operands, weight, group, eps=0.0, **options)
         assert torch.equal(normed, torch.ones_like(normed)), f"{op} {algorithm}: wrong rows"
     else:
-        got = function(*factors, group, **options)
+        got = function(*operands, group, **options)
     assert torch.equal(got, torch.full_like(got, expected)), f"{op} {algorithm}: wrong result {got}"
 
 
-def ending_of(call: Callable[[], object]) -> Ending:
+def record_ending(call: Callable[[], object]) -> Ending:
     start = time.monotonic()
-    error, text, peer = "", "", None
+    error, message, peer = "", "", None
     try:
         call()
     except BaseException as failure:  # including KeyboardInterrupt
-        error, text = type(failure).__name__, str(failure)
+        error, message = type(failure).__name__, str(failure)
         peer = getattr(failure, "peer", None)
-    at = time.monotonic()
-    return Ending(error, text, peer, at, at - start)
+    end = time.monotonic()
+    return Ending(error, message, peer, end, end - start)
 
 
-def together(calls: Iterable[Callable[[], Any]]) -> list[Any]:
-    """Run each call in a thread of its own; return its result, or its exception."""
+def run_concurrently(calls: Iterable[Callable[[], Any]]) -> list[Any]:
+    """Run each call in a thread. Return its result or exception."""
 
     def run(call: Callable[[], Any]) -> Any:
         try:
@@ -178,40 +178,42 @@ def together(calls: Iterable[Callable[[], Any]]) -> list[Any]:
         return list(pool.map(run, calls))
 
 
-def report_of(
-    call: Callable[[], object], group: dist.ProcessGroup, others: list[dist.ProcessGroup]
+def record_report(
+    call: Callable[[], object], group: dist.ProcessGroup, other_groups: list[dist.ProcessGroup]
 ) -> Report:
-    """How ``call`` ends, and how the next calls on its group and on other groups end."""
-    first = ending_of(call)
-    again = ending_of(lambda: run_op("all_reduce", group))
-    return Report(first, again, [ending_of(lambda g=g: run_op("all_gather", g)) for g in others])
+    """Record how ``call``, the next call on its group, and calls on other groups end."""
+    first = record_ending(call)
+    next_call = record_ending(lambda: run_op("all_reduce", group))
+    return Report(
+        first, next_call, [record_ending(lambda g=g: run_op("all_gather", g)) for g in other_groups]
+    )
 
 
-def in_child(work: Callable[[], str], within: float = 20.0) -> str:
-    """What ``work`` returns in a fork of this process, or what happens to that instead."""
-    gc.collect()  # process groups that earlier tests have left: gloo cannot free them in a fork
+def run_in_child(work: Callable[[], str], timeout: float = 20.0) -> str:
+    """Return the result of ``work`` in a fork of this process, or its failure."""
+    gc.collect()  # gloo cannot free process groups of earlier tests in a fork
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
-            said = work()
+            message = work()
         except BaseException:
-            said = traceback.format_exc()
-        os.write(write, said.encode()[-4000:] or b"fine")
+            message = traceback.format_exc()
+        os.write(write, message.encode()[-4000:] or b"fine")
         os._exit(0)
     os.close(write)
-    deadline = time.monotonic() + within
-    while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
+    deadline = time.monotonic() + timeout
+    while (status := os.waitpid(pid, os.WNOHANG)) == (0, 0):
         if time.monotonic() > deadline:
             os.kill(pid, signal.SIGKILL)
-            ended = os.waitpid(pid, 0)
+            status = os.waitpid(pid, 0)
         time.sleep(0.01)
     with os.fdopen(read) as pipe:
-        return pipe.read() or f"ended with status {ended[1]}"
+        return pipe.read() or f"ended with status {status[1]}"
 
 
 def disturb_later(seconds: float, number: int) -> None:
-    """Sends a signal to this process from a thread, and records when it did."""
+    """Send a signal to this process from a thread, and record the time."""
 
     def disturb() -> None:
         time.sleep(seconds)
@@ -227,11 +229,11 @@ def record_disturbance() -> None:
 def disturb_now(number: int) -> None:
     record_disturbance()
     os.kill(os.getpid(), number)
-    while number == signal.SIGKILL:  # the kernel takes a moment
+    while number == signal.SIGKILL:  # until the signal is delivered
         time.sleep(1)
 
 
-def disturbed_at() -> float:
+def get_disturbance_time() -> float:
     return float(dist.distributed_c10d._get_default_store().get("disturbed"))
 
 
@@ -240,44 +242,53 @@ def _entries(folder: str) -> set[str]:
 
 
 def _mapped() -> str:
-    """The mappings of all processes that this one may inspect."""
-    texts = []
-    for maps in Path("/proc").glob("[0-9]*/maps"):
+    """Return the mappings of all processes that this process may inspect."""
+    mappings = []
+    for path in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
-            texts.append(maps.read_text())
-    return "".join(texts)
+            mappings.append(path.read_text())
+    return "".join(mappings)
 
 
 def _left_files(before: dict[str, set[str]], pids: list[int]) -> list[str]:
-    """New entries that stay and that no process uses. Other programs use these folders too, so only
-    names with the pid of one of ours count, as torch gives them, or with the package's name."""
+    """Return new entries that persist and that no process maps.
+
+    Other programs use these folders, so only two kinds of names count: names with the pid of one of
+    our processes, as torch creates them, and names of this package.
+    """
     ours = re.compile(rf"tpk|(?<!\d)({'|'.join(map(str, pids))})(?!\d)")
     deadline = time.monotonic() + PROMPT
     while True:
         new = [
             f"{folder}/{name}"
-            for folder, known in before.items()
-            for name in _entries(folder) - known
+            for folder, old_names in before.items()
+            for name in _entries(folder) - old_names
             if ours.search(name)
         ]
-        used = _mapped() if new else ""
-        left = [path for path in new if path not in used]
-        if not left or time.monotonic() > deadline:
-            return left
+        mapped = _mapped() if new else ""
+        unused = [path for path in new if path not in mapped]
+        if not unused or time.monotonic() > deadline:
+            return unused
         time.sleep(0.05)
 
 
 def _left_processes(leaders: list[int]) -> list[str]:
-    """Processes in the ranks' process groups, of which each rank leads one."""
-    return [f"{one.pid} ({one.name})" for one in running() if one.group in leaders]
+    """Return the processes in the process groups of the ranks. Each rank leads one group."""
+    return [
+        f"{process.pid} ({process.name})"
+        for process in running_processes()
+        if process.group in leaders
+    ]
 
 
 @contextlib.contextmanager
 def watched_ranks(world: int, **env: str) -> Iterator[Ranks]:
-    """Ranks of one test. Nothing may be left of them afterwards, no process and no file, and the
-    survivors must have exited by themselves."""
+    """Start the ranks of one test.
+
+    At the end no process and no file may be left, and the survivors must have exited normally.
+    """
     before = {folder: _entries(folder) for folder in ("/dev/shm", tempfile.gettempdir())}
-    # Names of the ranks' semaphores begin with this.
+    # Prefix of the semaphore names of the ranks.
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     with mock.patch.dict(config, semprefix=f"/mp-{os.getpid()}"), Ranks(world, env=env) as ranks:
         pids = ranks.pids
@@ -294,7 +305,7 @@ def collect(ranks: Ranks, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def collect_without(ranks: Ranks, rank: int) -> list[Outcome]:
-    """Waits for all ranks but one."""
+    """Wait for all ranks except one."""
     deadline = time.monotonic() + COLLECT_SECONDS
     while True:
         outcomes = ranks.collect(0.05)
@@ -303,18 +314,21 @@ def collect_without(ranks: Ranks, rank: int) -> list[Outcome]:
             return outcomes
 
 
-def values(outcomes: list[Outcome], *without: int) -> dict[int, Any]:
-    """What the jobs returned, by rank. All must have succeeded, except on the ranks ``without``."""
+def values(outcomes: list[Outcome], *excluded: int) -> dict[int, Any]:
+    """Return the job results by rank. All ranks must succeed, except ``excluded``."""
     for outcome in outcomes:
-        assert outcome.rank in without or outcome.ok, outcome
-    return {outcome.rank: outcome.value for outcome in outcomes if outcome.rank not in without}
+        assert outcome.rank in excluded or outcome.ok, outcome
+    return {outcome.rank: outcome.value for outcome in outcomes if outcome.rank not in excluded}
 
 
 def require_broken(report: Report) -> None:
-    """The next call fails at once, saying what broke the group; other groups go on."""
-    assert report.again.error == "GroupBrokenError", report.again
-    assert report.again.seconds < PROMPT / 2, report.again
-    assert "create a new group" in report.again.text
-    assert report.first.text[:100] in report.again.text, report
-    for other in report.others:
+    """Check the calls after a failure.
+
+    The next call fails immediately and names the cause. Calls of other groups succeed.
+    """
+    assert report.next_call.error == "GroupBrokenError", report.next_call
+    assert report.next_call.seconds < PROMPT / 2, report.next_call
+    assert "create a new group" in report.next_call.message
+    assert report.first.message[:100] in report.next_call.message, report
+    for other in report.other_groups:
         assert not other.error, other

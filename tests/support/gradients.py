@@ -1,9 +1,12 @@
-"""What the gradient tests run in the ranks, and what they compare with: the gradients that torch
-finds of the ops' definitions in float64, within the bound of ops/reference.py.
+"""Run the gradient tests in the ranks and compute the expected gradients.
 
-Every rank makes the inputs of all ranks, and the gradients that reach their outputs, from the case.
-The gradients of most definitions are sums of products, so magnitudes in place of the numbers give
-``|A| @ |B|``, and ones the number of summands. Those of a normalisation are compared in float64.
+Expected gradients are the torch gradients of the op definitions in float64, with the error bound of
+ops/reference.py. Every rank derives the inputs of all ranks, and the gradients of their outputs,
+from the case.
+
+Most gradients are sums of products. Differentiated with magnitudes as inputs, the definition gives
+``|A| @ |B|``; with ones, it gives the number of summands. Gradients of RMSNorm are compared in
+float64.
 """
 
 from __future__ import annotations
@@ -18,62 +21,74 @@ import torch.nn.functional as F
 import tpkernels
 from tests.support import reference
 from tests.support.cases import Case, RanksFixture
-from tests.support.ranked import check_job, difference, fresh_group, options_of, place
+from tests.support.ranked import (
+    call_options,
+    check_job,
+    copy_to_layout,
+    find_difference,
+    fresh_group,
+)
 from tests.support.reference import draw
 from tpkernels import groups
-from tpkernels.ops.reference import Expected, bounded, unrounded
+from tpkernels.ops.reference import Expected, expect_bounded, expect_exact
 
 Named = dict[str, torch.Tensor]
-_FLOAT64_ERROR = 1e-11  # relative, of a normalisation
+_FLOAT64_ERROR = 1e-11  # relative, for RMSNorm
 
 
 def named_inputs(case: Case, rank: int, world: int) -> Named:
-    """What a rank passes, by name."""
+    """Return the tensor arguments of a rank by name."""
     if "all_gather" in case.op:
         pairs = reference.column_weights(case, rank)
         weights = {f"w{i}": w for i, (w, _) in enumerate(pairs)}
         biases = {f"b{i}": b for i, (_, b) in enumerate(pairs) if b is not None}
         return {"x": case.shard(reference.gathered_x(case), rank, world)} | weights | biases
-    x, w = reference.partial_factors(case, rank, world)
+    x, w = reference.partial_operands(case, rank, world)
     residual = reference.reduction_residual(case)
     if residual is not None and case.scattered:
         residual = case.shard(residual, rank, world)
     norm = reference.norm_weight(case) if case.normalises else None
-    others = {"w": w, "bias": reference.reduction_bias(case), "residual": residual, "norm": norm}
-    return {"x": x} | {name: value for name, value in others.items() if value is not None}
+    optional = {"w": w, "bias": reference.reduction_bias(case), "residual": residual, "norm": norm}
+    return {"x": x} | {name: value for name, value in optional.items() if value is not None}
 
 
 def output_grads(case: Case, rank: int, world: int) -> list[torch.Tensor]:
-    """The gradients that reach a rank's outputs, the gathered x first. Their values are exact in
-    both x's dtype and the output's."""
+    """Return the gradients of the outputs of a rank, gathered x first.
+
+    Their values are exact in the dtypes of x and of the output.
+    """
     case = case.values()
 
-    def made(shape: Sequence[int], *what: object) -> torch.Tensor:
-        return draw(case, tuple(shape), case.dtype, 1, "grad", *what).to(case.out).to(case.dtype)
+    def draw_grad(shape: Sequence[int], *seed_key: object) -> torch.Tensor:
+        return (
+            draw(case, tuple(shape), case.dtype, 1, "grad", *seed_key).to(case.out).to(case.dtype)
+        )
 
     if "all_gather" in case.op:
         widths = [w.shape[1] for w, _ in reference.column_weights(case, rank)]
-        outs = [made((*case.shape[:-1], n), rank, i) for i, n in enumerate(widths)]
-        return [made(case.shape, rank), *outs] if case.return_gathered or not outs else outs
-    whole = made(case.shape)
+        outs = [draw_grad((*case.shape[:-1], n), rank, i) for i, n in enumerate(widths)]
+        return [draw_grad(case.shape, rank), *outs] if case.return_gathered or not outs else outs
+    sum_grad = draw_grad(case.shape)
     if case.normalises:
-        return [made(case.shape, "normalised"), whole]
-    return [case.shard(whole, rank, world) if case.scattered else whole]
+        return [draw_grad(case.shape, "normalised"), sum_grad]
+    return [case.shard(sum_grad, rank, world) if case.scattered else sum_grad]
 
 
 def definition(case: Case, ranks: Sequence[Named], world: int) -> list[list[torch.Tensor]]:
-    """The outputs of each rank; those that all ranks have alike only once."""
+    """Return the outputs of each rank. Outputs that are equal on all ranks are listed once."""
     if "all_gather" in case.op:
-        whole = torch.cat([mine["x"] for mine in ranks], case.dim)
+        gathered = torch.cat([inputs["x"] for inputs in ranks], case.dim)
         outs = [
-            [whole @ mine[f"w{i}"] + mine.get(f"b{i}", 0) for i in range(len(case.n))]
-            for mine in ranks
+            [gathered @ inputs[f"w{i}"] + inputs.get(f"b{i}", 0) for i in range(len(case.n))]
+            for inputs in ranks
         ]
-        return [[whole, *out] if case.return_gathered or not out else out for out in outs]
-    total = sum(mine["x"] @ mine["w"] if "w" in mine else mine["x"] for mine in ranks)
+        return [[gathered, *out] if case.return_gathered or not out else out for out in outs]
+    total = sum(inputs["x"] @ inputs["w"] if "w" in inputs else inputs["x"] for inputs in ranks)
     total = total + ranks[0].get("bias", torch.zeros(()))
     shards = total.split(case.shards(world), case.dim) if case.scattered else [total]
-    outs = [[one + mine.get("residual", 0)] for one, mine in zip(shards, ranks, strict=False)]
+    outs = [
+        [shard + inputs.get("residual", 0)] for shard, inputs in zip(shards, ranks, strict=False)
+    ]
     if case.normalises:
         ((sum_,),) = outs
         norm = F.rms_norm(sum_, sum_.shape[-1:], ranks[0]["norm"], reference.NORM_EPS)
@@ -89,13 +104,18 @@ def _derived(
     change: Callable[[torch.Tensor], torch.Tensor],
     only: int | None = None,
 ) -> Named:
-    """The gradients of a rank's inputs by the definition, of changed numbers, through the outputs
-    ``used``, of all ranks or of one."""
+    """Differentiate the definition on changed values and return the input gradients of a rank.
+
+    Gradients flow through the outputs ``used`` of all ranks, or of rank ``only``.
+    """
     inputs = [named_inputs(case, r, world) for r in range(world)]
-    ranks = [{name: change(x).requires_grad_() for name, x in mine.items()} for mine in inputs]
+    ranks = [
+        {name: change(x).requires_grad_() for name, x in rank_inputs.items()}
+        for rank_inputs in inputs
+    ]
     for name in {"bias", "norm", *([] if case.scattered else ["residual"])} & {*ranks[0]}:
-        for mine in ranks:  # the same on all ranks
-            mine[name] = ranks[0][name]
+        for rank_inputs in ranks:  # one tensor for all ranks
+            rank_inputs[name] = ranks[0][name]
     pairs = [
         (outs[i], change(output_grads(case, r, world)[i]))
         for r, outs in enumerate(definition(case, ranks, world))
@@ -103,35 +123,37 @@ def _derived(
         if only in (None, r)
     ]
     outs, grads = zip(*pairs, strict=True)
-    found = torch.autograd.grad(outs, [*ranks[rank].values()], grads, materialize_grads=True)
-    return dict(zip(ranks[rank], found, strict=True))
+    input_grads = torch.autograd.grad(outs, [*ranks[rank].values()], grads, materialize_grads=True)
+    return dict(zip(ranks[rank], input_grads, strict=True))
 
 
 def expected(case: Case, rank: int, world: int, used: Sequence[int]) -> dict[str, Expected]:
-    """The gradients of a rank's inputs."""
+    """Return the expected input gradients of a rank."""
     case, gathers = case.values(), "all_gather" in case.op
     dtypes = {name: value.dtype for name, value in named_inputs(case, rank, world).items()}
 
     def derived(change: Callable[[torch.Tensor], torch.Tensor], only: int | None = None) -> Named:
         return _derived(case, rank, world, used, change, only)
 
-    def want(name: str, dtype: torch.dtype) -> Expected:
-        whole = exact[name]
+    def expect(name: str, dtype: torch.dtype) -> Expected:
+        exact_grad = exact[name]
         if case.normalises:
-            return Expected(whole, _FLOAT64_ERROR * (1 + whole.abs().max()) + 0 * whole, dtype)
-        if not gathers and (name == "residual" or "w" not in dtypes):  # passed on as it is
-            return Expected(whole, torch.zeros_like(whole), dtype)
-        travels = sum(partials) if name == "x" and len(partials) > 1 else None
+            return Expected(
+                exact_grad, _FLOAT64_ERROR * (1 + exact_grad.abs().max()) + 0 * exact_grad, dtype
+            )
+        if not gathers and (name == "residual" or "w" not in dtypes):  # copied unchanged
+            return Expected(exact_grad, torch.zeros_like(exact_grad), dtype)
+        partial_magnitudes = sum(partials) if name == "x" and len(partials) > 1 else None
         if case.integers:
-            return unrounded(whole, dtype)
-        return bounded(
-            whole,
+            return expect_exact(exact_grad, dtype)
+        return expect_bounded(
+            exact_grad,
             terms[name],
-            int(counts[name].max()) if whole.numel() else 1,
+            int(counts[name].max()) if exact_grad.numel() else 1,
             dtype=case.dtype,
             out=dtype,
             wire=case.dtype,
-            partials=travels,
+            partials=partial_magnitudes,
             unfused=unfused[name].to(dtype),
         )
 
@@ -139,20 +161,20 @@ def expected(case: Case, rank: int, world: int, used: Sequence[int]) -> dict[str
     unfused = derived(lambda x: x.to(case.dtype, copy=True))
     counts = derived(lambda x: torch.ones_like(x, dtype=torch.float64))
     partials = [derived(torch.Tensor.double, r)["x"].abs() for r in range(world * gathers)]
-    return {name: want(name, dtype) for name, dtype in dtypes.items()}
+    return {name: expect(name, dtype) for name, dtype in dtypes.items()}
 
 
 def call(
     case: Case, group: dist.ProcessGroup, save_gathered: bool
 ) -> tuple[Named, list[torch.Tensor]]:
-    """(inputs that require a gradient, outputs) of one call."""
+    """Return the inputs, which require gradients, and the outputs of one call."""
     linear = "transposed" if case.weight_layout == "linear" else case.weight_layout
     layouts = {"x": case.layout, "w": linear}
     named = {
-        name: place(value, layouts.get(name[0], "plain")).requires_grad_()
+        name: copy_to_layout(value, layouts.get(name[0], "plain")).requires_grad_()
         for name, value in named_inputs(case, group.rank(), group.size()).items()
     }
-    options = options_of(case)
+    options = call_options(case)
     if "all_gather" in case.op:
         if not case.n:
             return named, [tpkernels.all_gather(named["x"], group, **options)]
@@ -170,8 +192,10 @@ def call(
 
 
 def check(case: Case, group: dist.ProcessGroup, save_gathered: bool) -> list[str]:
-    """What is wrong with the gradients of one call, as text; of a normalised sum, also of each of
-    the results alone."""
+    """Describe the wrong gradients of one call.
+
+    For RMSNorm ops, also check the gradients of each result separately.
+    """
     rank, world, wrong = group.rank(), group.size(), []
     grads = [grad.to(case.out) for grad in output_grads(case, rank, world)]
     if case.return_gathered:
@@ -183,7 +207,7 @@ def check(case: Case, group: dist.ProcessGroup, save_gathered: bool) -> list[str
         where = f"rank {rank} of {world}: {case} {save_gathered=} outputs {[*used]}: gradient of"
         wants = expected(case, rank, world, used)
         for (name, x), got in zip(inputs.items(), results, strict=True):
-            error = difference(got.contiguous(), wants[name])
+            error = find_difference(got.contiguous(), wants[name])
             if error is not None:
                 wrong.append(f"{where} {name}: {error}")
             if name[0] == "w" and x.t().is_contiguous() and x.stride() != got.stride():
@@ -198,7 +222,7 @@ def cases_job(cases: Sequence[Case], save_gathered: bool) -> list[str]:
             try:
                 failures += check(case, group, save_gathered)
             except Exception as error:
-                # So that no peer waits for this rank.
+                # Ends the waits of the peers.
                 groups.get(group.group_name).mark_broken(error)
                 raise
     return failures
@@ -207,6 +231,6 @@ def cases_job(cases: Sequence[Case], save_gathered: bool) -> list[str]:
 def run_cases(
     ranks: RanksFixture, world: int, cases: Sequence[Case], save_gathered: bool = False
 ) -> None:
-    """Runs the cases on ``world`` ranks and fails with the failures of all ranks."""
+    """Run the cases on ``world`` ranks and fail with the failures of all ranks."""
     assert cases
     check_job(ranks(world), cases_job, list(cases), save_gathered, timeout=240)

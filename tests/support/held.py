@@ -1,4 +1,4 @@
-"""The object that the ranks hold in the tests of executors."""
+"""The object that the ranks hold in the executor tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 class Held:
-    limit = 3  # no method
+    limit = 3  # not a method
 
     def __init__(self, start: int = 0, fail_on: int | None = None) -> None:
         if dist.get_rank() == fail_on:
@@ -33,7 +33,7 @@ class Held:
         return args, kwargs
 
     def add(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, each of which adds its rank; x is theirs to change."""
+        """Add the rank and ``start`` to x in place, then sum over the ranks. The rank owns x."""
         x += dist.get_rank() + self.start
         dist.all_reduce(x)
         return x
@@ -57,7 +57,7 @@ class Held:
         return dist.get_rank()
 
     def signal(self, rank: int, number: int) -> None:
-        """The others wait for the rank."""
+        """Send a signal to a rank while the other ranks wait."""
         if dist.get_rank() == rank:
             os.kill(os.getpid(), number)
         time.sleep(100)
@@ -70,7 +70,7 @@ class Held:
     # Streams.
 
     def count(self, steps: int, pad: int = 0) -> Iterator[Any]:
-        """A collective in every step: ranks that stop after different ones hang."""
+        """Run a collective and yield per step. Ranks that stop after different steps hang."""
         self.steps, self.ended = 0, ""
         try:
             for step in range(steps):
@@ -96,7 +96,7 @@ class Held:
         yield from range(steps[dist.get_rank()])
 
     def late(self, rank: int) -> Iterator[int]:
-        """One rank ends well before the other."""
+        """Yield two items. The second is 0.2 s late on ``rank``."""
         yield 0
         if dist.get_rank() == rank:
             time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""Checkpoints of the models in `tests.support.hf_models`, in folders and in GGUF files."""
+"""Checkpoints of the models in `tests.support.hf_models`, as folders and as GGUF files."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from tests.support import hf_models
 
 
 def folder(base: Path, model_type: str = "llama", *, files: int = 1, **options: Any) -> Path:
-    """A folder with a model, in one file or in at least ``files``."""
+    """Save a model to a folder, in one file or in at least ``files``."""
     path = base / f"{model_type}-{files}-{'-'.join(map(str, options.values()))}"
     model = hf_models.make(model_type, **options).eval()
-    model.generation_config.bos_token_id = 5  # not that of the configuration
+    model.generation_config.bos_token_id = 5  # differs from the configuration
     nbytes = sum(p.numel() * p.dtype.itemsize for p in model.parameters())
     model.save_pretrained(path, max_shard_size=nbytes // files + 1 if files > 1 else "5GB")
     return path
 
 
 def change_config(path: Path, **values: Any) -> None:
-    """Changes values in ``config.json``."""
+    """Change values in ``config.json``."""
     file = path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
 
-#: Where a block's factor of fp16 is, of the kinds that gguf decodes only.
+#: Byte range of the fp16 scale in a block, for types that gguf decodes but cannot quantize to.
 _FACTORS = {"IQ4_NL": slice(0, 2), "Q6_K": slice(208, 210)}
 
 
@@ -50,7 +50,7 @@ def _quantised(data: np.ndarray[Any, Any], kind: Any) -> np.ndarray[Any, Any]:
 def gguf_model(
     *, vocabulary: int = hf_models.VOCAB, width: int = 64, tied: bool = False, **options: Any
 ) -> Any:
-    """The Llama that `gguf_file` writes."""
+    """Create the Llama that `gguf_file` writes."""
     import transformers
 
     torch.manual_seed(4)
@@ -77,23 +77,25 @@ def gguf_file(
     kind: str,
     *,
     vocabulary: int = hf_models.VOCAB,
-    names_size: bool = True,
+    write_vocab_size: bool = True,
     width: int | None = None,
     tied: bool = False,
     extra: Callable[[Any], None] = lambda writer: None,
     **options: Any,
 ) -> Path:
-    """A Llama in a GGUF file, of the widths that quantised blocks need: 2 layers, 8 heads in 4
-    key-value groups, tokens that are letters.
+    """Write a Llama to a GGUF file.
+
+    It has 2 layers, 8 heads in 4 key-value groups, and single letters as tokens. The widths suit
+    quantized blocks.
 
     Args:
-        kind: F32, or a quantisation of the matrices, which have random blocks if gguf does not
-            quantise by it.
+        kind: F32, or the quantization of the matrices. Blocks are random if gguf cannot quantize to
+            it.
         vocabulary: number of tokens.
-        names_size: their number has an entry of its own.
-        width: of the layers, by default the smallest.
-        tied: the head has the embedding's weight.
-        extra: adds to gguf's writer.
+        write_vocab_size: write the number of tokens as a separate entry.
+        width: of the layers. By default the minimum.
+        tied: the head shares the weight of the embedding.
+        extra: called with the gguf writer.
         **options: of the configuration.
     """
     import gguf
@@ -116,9 +118,9 @@ def gguf_file(
         "rope_dimension_count": config.head_dim,
     }.items():
         getattr(writer, f"add_{key}")(number)
-    if names_size:
+    if write_vocab_size:
         writer.add_vocab_size(vocabulary)
-    letters = [*"abcdefghijklmnopqrstuvwxyz\u0120", "th"]  # a space, and what a merge makes
+    letters = [*"abcdefghijklmnopqrstuvwxyz\u0120", "th"]  # a space, and the result of a merge
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([*letters, *(f"t{i}" for i in range(len(letters), vocabulary))])
     writer.add_token_merges(["t h"])

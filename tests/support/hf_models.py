@@ -1,4 +1,4 @@
-"""Small models of transformers with random weights, and the checks of a parallel copy."""
+"""Small transformers models with random weights, and checks of their parallel copies."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.overrides import TorchFunctionMode
 
 import tpkernels
-from tests.support.nn_reference import far, shard
+from tests.support.nn_reference import find_mismatch, shard
 
 VOCAB, TOKENS = 47, 7
-PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]]  # of a batch of requests
-#: World sizes: 3 key-value groups do not divide by 2; one of 4 ranks has none.
+PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]]  # one batch of requests
+#: World sizes. The 3 key-value groups are not divisible by 2, and 1 of 4 ranks gets no group.
 SWEEP = (2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 3, 4)))
 
 
 def make(model_type: str, *, tied: bool = False, attention: str = "sdpa", **options: Any) -> Any:
-    """A causal model of 2 layers with 9 heads in 3 key-value groups, the same on all ranks."""
+    """Create a causal model of 2 layers with 9 heads in 3 key-value groups, equal on all ranks."""
     import transformers
 
     torch.manual_seed(9)
@@ -51,16 +51,19 @@ def make(model_type: str, *, tied: bool = False, attention: str = "sdpa", **opti
                 value.uniform_(0.5, 1.5)
             else:
                 value.mul_(5)
-    model.config._experts_implementation = "eager"  # others take no float64
+    model.config._experts_implementation = "eager"  # the only implementation with float64
     return model.train()
 
 
-def mesh_of_all() -> DeviceMesh:
+def make_world_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
 
 
 def batch(tokens: int = TOKENS) -> dict[str, torch.Tensor]:
-    """Two sentences, the second shorter; by default not a multiple of 2, 3 or 4 tokens."""
+    """Create two sentences, the second shorter.
+
+    The default length is not divisible by 2, 3 or 4.
+    """
     torch.manual_seed(2)
     ids = torch.randint(1, VOCAB, (2, tokens))
     mask = torch.ones_like(ids)
@@ -68,9 +71,11 @@ def batch(tokens: int = TOKENS) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-class InFull(TorchFunctionMode):
-    """Computes in float64 what a model in float64 computes in float32, such as norms, so that
-    float64 shows every error."""
+class UpcastToFloat64(TorchFunctionMode):
+    """Compute in float64 what a float64 model computes in float32, such as norms.
+
+    This reduces rounding errors, so that wrong results are detected.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -85,8 +90,14 @@ class InFull(TorchFunctionMode):
 def run(
     model: Any, *lengths: int, call: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """(logits of the last batch, loss, gradients) of batches of these lengths, in one backward.
-    ``call``: the compiled model, if it is compiled."""
+    """Run batches of these lengths in one backward pass.
+
+    Args:
+        call: the compiled model, if it is compiled.
+
+    Returns:
+        The logits of the last batch, the loss, and the gradients by name.
+    """
     call = model if call is None else call
     outs = [call(**batch(tokens), use_cache=False) for tokens in lengths or (TOKENS,)]
     loss = torch.stack([out.loss for out in outs]).sum()
@@ -95,52 +106,63 @@ def run(
     return outs[-1].logits.detach(), loss.detach(), grads
 
 
-def error(got: torch.Tensor, want: torch.Tensor, of: torch.Tensor) -> float:
-    """The largest error relative to the largest value of ``of``, of which ``want`` is a part."""
-    off = (got.double() - want).abs().max() if want.numel() else torch.zeros(())
-    return float(off / of.abs().max())
+def relative_error(got: torch.Tensor, want: torch.Tensor, reference: torch.Tensor) -> float:
+    """Return the largest error relative to the largest value of ``reference``.
+
+    ``want`` is ``reference`` or a slice of it.
+    """
+    max_error = (got.double() - want).abs().max() if want.numel() else torch.zeros(())
+    return float(max_error / reference.abs().max())
 
 
-def wrong_logits(got: torch.Tensor, whole: Any, ids: torch.Tensor) -> str | None:
-    """What is wrong with logits: their error may be twice that of transformers in fp32."""
+def find_logit_error(got: torch.Tensor, model: Any, ids: torch.Tensor) -> str | None:
+    """Describe wrong logits, or return None.
+
+    The error may be twice the error of transformers in fp32.
+    """
     with torch.no_grad():
-        single = whole(ids).logits
-        exact = copy.deepcopy(whole).double()(ids).logits
-    off = error(got, exact, exact)
-    limit = 2 * error(single, exact, exact)
-    return None if off <= limit else f"logits are off by {off:.3g}, allowed {limit:.3g}"
+        fp32_logits = model(ids).logits
+        exact = copy.deepcopy(model).double()(ids).logits
+    error = relative_error(got, exact, exact)
+    limit = 2 * relative_error(fp32_logits, exact, exact)
+    return None if error <= limit else f"logits are off by {error:.3g}, allowed {limit:.3g}"
 
 
-def differences(
+def find_differences(
     model: Any, sequence: bool | str, mesh: DeviceMesh, *, tokens: int = TOKENS, **options: Any
 ) -> list[str]:
-    """What is wrong with a parallel copy of ``model``, by ``options`` of `tpkernels.parallelize`,
-    which in float64 must match the unsharded one up to rounding. In float32, `test_loading` bounds
-    the error of logits."""
+    """Compare a parallel copy of ``model`` with the unsharded model in float64.
+
+    Both must agree up to rounding. `test_loading` bounds the error of logits in float32.
+    ``options``: options of `tpkernels.parallelize`.
+    """
     failures: dict[str, str | None] = {}
     exact = copy.deepcopy(model).double()
     parallel = tpkernels.parallelize(
         copy.deepcopy(model).double(), mesh, sequence_parallel=sequence, **options
     )
-    with InFull():
+    with UpcastToFloat64():
         logits, loss, grads = run(exact, tokens)
         got_logits, got_loss, got = run(parallel, tokens)
-    failures |= {"logits": far(got_logits, logits, 1e-11), "loss": far(got_loss, loss, 1e-11)}
+    failures |= {
+        "logits": find_mismatch(got_logits, logits, 1e-11),
+        "loss": find_mismatch(got_loss, loss, 1e-11),
+    }
     for name, grad in grads.items():
-        failures[name] = far(got.get(name), shard(parallel, name, grad), 1e-11)
+        failures[name] = find_mismatch(got.get(name), shard(parallel, name, grad), 1e-11)
     if set(got) != set(grads):
         failures["parameters"] = f"{sorted(set(got) ^ set(grads))} are in only one of the two"
     return [f"{name}: {failure}" for name, failure in failures.items() if failure is not None]
 
 
 def _inventory(model: torch.nn.Module) -> list[object]:
-    """The identities of all modules and parameters, and the number of hooks of each module."""
+    """Return the ids of all modules and parameters, and the number of hooks of each module."""
     hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()]
     return [*map(id, model.modules()), *map(id, model.parameters()), *hooks]
 
 
 def attempt(model: torch.nn.Module, mesh: Any, **options: Any) -> Callable[[], None]:
-    """A call that must leave the model as it is."""
+    """Return a call of `parallelize` that must leave the model unchanged."""
 
     def call() -> None:
         before = _inventory(model)
@@ -152,8 +174,8 @@ def attempt(model: torch.nn.Module, mesh: Any, **options: Any) -> Callable[[], N
     return call
 
 
-def tokens_of(model: Any) -> dict[str, list[int]]:
-    """The tokens that follow each prompt. ``page_size`` is small enough for a second block."""
+def generate_tokens(model: Any) -> dict[str, list[int]]:
+    """Generate tokens for each prompt. ``page_size`` is small enough for a second block."""
     import transformers
 
     outputs = model.generate_batch(
@@ -169,6 +191,6 @@ def tokens_of(model: Any) -> dict[str, list[int]]:
 
 
 def expected_tokens(model: Any) -> list[list[int]]:
-    """What `tokens_of` is to return, by ``generate``."""
+    """Return the expected result of `generate_tokens`, from ``generate``."""
     settings = {"max_new_tokens": 6, "do_sample": False}
     return [model.generate(torch.tensor([p]), **settings)[0, len(p) :].tolist() for p in PROMPTS]

@@ -1,5 +1,7 @@
-"""Counts what a rank would queue on its GPU, on fake CUDA tensors: kernels, collectives, and the
-bytes that they move. It times nothing and runs nothing."""
+"""Count the work that a rank would queue on its GPU, with fake CUDA tensors.
+
+It counts kernels, collectives and the bytes that they move. It runs no kernel.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,7 @@ _ALLOCATIONS = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_
 
 @dataclass
 class Queue:
-    """What was queued: names in order, bytes that kernels read and write, and bytes that a rank
-    receives from its peers."""
+    """Queued work: names in order, bytes that kernels read and write, bytes received from peers."""
 
     launches: list[str] = field(default_factory=list)
     touched: int = 0
@@ -40,7 +41,7 @@ def _bytes(x: torch.Tensor) -> int:
 
 
 class _Kernels(TorchDispatchMode):
-    """Adds torch's kernels to a queue."""
+    """Adds torch kernels to a queue."""
 
     def __init__(self, queue: Queue) -> None:
         super().__init__()
@@ -48,26 +49,26 @@ class _Kernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         name = func._schema.name.removeprefix("aten::")
         if func._schema.is_mutable:  # its fake kernel may need a GPU
-            self.queue.kernel(name, given)
+            self.queue.kernel(name, inputs)
             return kwargs.get("out", args[0])
         if func is aten.mm.dtype:  # has no fake kernel
             out = args[0].new_empty((args[0].shape[0], args[1].shape[1]), dtype=args[2])
-            self.queue.kernel(name, [*given, out])
+            self.queue.kernel(name, [*inputs, out])
             return out
         result = func(*args, **kwargs)
-        made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
-        memory = {x.untyped_storage()._cdata for x in given}
-        is_view = all(x.untyped_storage()._cdata in memory for x in made)
+        outputs = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        memory = {x.untyped_storage()._cdata for x in inputs}
+        is_view = all(x.untyped_storage()._cdata in memory for x in outputs)
         if name not in _ALLOCATIONS and not is_view:
-            self.queue.kernel(name, [*given, *made])
+            self.queue.kernel(name, [*inputs, *outputs])
         return result
 
 
 class Collectives:
-    """A process group that moves nothing. Each call is one launch; a group of NCCL calls is one."""
+    """A process group that counts calls and moves no data. A group of NCCL calls is one launch."""
 
     def __init__(self, queue: Queue, rank: int, world: int) -> None:
         self.queue, self.rank, self.world = queue, rank, world
@@ -76,18 +77,18 @@ class Collectives:
         self.queue.launches.append(name)
         self.queue.received += received
 
-    def _allgather_base(self, out: torch.Tensor, own: torch.Tensor, options: Any) -> None:
-        assert out.numel() == self.world * own.numel() and out.is_contiguous()
-        assert own.is_contiguous() and out.dtype == own.dtype and not options.asyncOp
-        self._add("all_gather", _bytes(out) - _bytes(own))
+    def _allgather_base(self, out: torch.Tensor, shard: torch.Tensor, options: Any) -> None:
+        assert out.numel() == self.world * shard.numel() and out.is_contiguous()
+        assert shard.is_contiguous() and out.dtype == shard.dtype and not options.asyncOp
+        self._add("all_gather", _bytes(out) - _bytes(shard))
 
     def allgather(
-        self, outs: list[list[torch.Tensor]], owns: list[torch.Tensor], options: Any
+        self, outs: list[list[torch.Tensor]], shards: list[torch.Tensor], options: Any
     ) -> None:
-        (each,), (own,) = outs, owns
-        assert all(out.is_contiguous() for out in each) and own.is_contiguous()
-        assert each[self.rank].numel() == own.numel() and not options.asyncOp
-        self._add("all_gather of a list", sum(map(_bytes, each)) - _bytes(own))
+        (chunks,), (shard,) = outs, shards
+        assert all(out.is_contiguous() for out in chunks) and shard.is_contiguous()
+        assert chunks[self.rank].numel() == shard.numel() and not options.asyncOp
+        self._add("all_gather of a list", sum(map(_bytes, chunks)) - _bytes(shard))
 
     def _reduce_scatter_base(self, out: torch.Tensor, x: torch.Tensor, options: Any) -> None:
         assert x.numel() == self.world * out.numel() and x.is_contiguous()
@@ -97,11 +98,11 @@ class Collectives:
     def reduce_scatter(
         self, outs: list[torch.Tensor], xs: list[list[torch.Tensor]], options: Any
     ) -> None:
-        (out,), (each,) = outs, xs
-        assert all(x.is_contiguous() for x in each) and out.is_contiguous()
-        assert each[self.rank].numel() == out.numel() and not options.asyncOp
-        share = (self.world - 1) / self.world  # along a chain of ranks for each of the reductions
-        self._add("reduce_scatter of a list", share * sum(map(_bytes, each)))
+        (out,), (chunks,) = outs, xs
+        assert all(x.is_contiguous() for x in chunks) and out.is_contiguous()
+        assert chunks[self.rank].numel() == out.numel() and not options.asyncOp
+        share = (self.world - 1) / self.world  # each reduction passes along a chain of ranks
+        self._add("reduce_scatter of a list", share * sum(map(_bytes, chunks)))
 
     def allreduce(self, xs: list[torch.Tensor], options: Any) -> None:
         (x,) = xs
@@ -119,8 +120,7 @@ class Collectives:
 
 @contextlib.contextmanager
 def queued(rank: int, world: int) -> Iterator[tuple[Queue, Any]]:
-    """A queue, and a group for calls on CUDA tensors that are made within the block. The tensors
-    made there are fake."""
+    """Yield a queue, and a group for calls on fake CUDA tensors within the block."""
     queue = Queue()
 
     def sum_partials(out: torch.Tensor, partials: Sequence[torch.Tensor], *more: Any) -> None:
@@ -131,16 +131,16 @@ def queued(rank: int, world: int) -> Iterator[tuple[Queue, Any]]:
     ) -> None:
         queue.kernel("rms_norm", [rows, normed, weight])
 
-    def copy_(to: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        queue.kernel("copy_", [to, source])  # torch's asks for the device
-        return to
+    def copy_(dst: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
+        queue.kernel("copy_", [dst, src])  # the torch version queries the device
+        return dst
 
     def sliced(x: torch.Tensor, index: int | slice | tuple[slice, ...]) -> torch.Tensor:
-        """torch's asks for the device, too."""
+        """Slice x. The torch version queries the device."""
         if isinstance(index, int):
             return x.select(0, index)
-        for dim, each in enumerate(index if isinstance(index, tuple) else (index,)):
-            x = torch.ops.aten.slice(x, dim, *each.indices(x.shape[dim]))
+        for dim, dim_slice in enumerate(index if isinstance(index, tuple) else (index,)):
+            x = torch.ops.aten.slice(x, dim, *dim_slice.indices(x.shape[dim]))
         return x
 
     group = SimpleNamespace(

@@ -1,5 +1,7 @@
-"""The tests that depend on the processor, as several machines would run them: capped are oneDNN,
-torch and our own vector units; the heap is trimmed at once, and there are no huge pages.
+"""Run the tests that depend on the processor under the limits of several machines.
+
+The limits apply to oneDNN, torch and the vector units of the extension. The heap is trimmed
+immediately and huge pages are off.
 
     python -m tests.support.machines [arguments of pytest]
 """
@@ -23,8 +25,8 @@ TESTS = (
     "tests/ops/test_scaled.py",
 )
 _ONEDNN, _TORCH = "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"
-# oneDNN takes its variable as a limit. torch obeys its own even where the processor cannot: no
-# machine names "avx512", which is what torch uses without the variable where there is AVX-512.
+# The oneDNN variable is a limit. torch obeys its variable even if the processor lacks the
+# instructions. So no machine sets "avx512", the default of torch on processors with AVX-512.
 MACHINES = (
     {_ONEDNN: "AVX2", _TORCH: "avx2", "OMP_NUM_THREADS": "2"},
     {_ONEDNN: "AVX512_CORE", _TORCH: "default", "OMP_NUM_THREADS": "1"},
@@ -32,11 +34,11 @@ MACHINES = (
     {_ONEDNN: "AVX512_CORE_BF16", "OMP_NUM_THREADS": "2"},
     {_ONEDNN: "DEFAULT", _TORCH: "avx2", "OMP_NUM_THREADS": "1"},
 )
-_SET_THP_DISABLE = 41  # of prctl; children inherit it
+_SET_THP_DISABLE = 41  # prctl option; children inherit it
 
 
 def main(arguments: list[str]) -> int:
-    """Run the tests on each machine; return how many failed."""
+    """Run the tests on each machine. Return the number of failed machines."""
     ctypes.CDLL(None).prctl(_SET_THP_DISABLE, 1, 0, 0, 0)
     failed = 0
     for machine in MACHINES if "avx512" in _C.host.vector_units() else MACHINES[:2]:
@@ -44,12 +46,12 @@ def main(arguments: list[str]) -> int:
         begin = time.monotonic()
         env = {**os.environ, **machine, "MALLOC_TRIM_THRESHOLD_": "0"}
         command = [sys.executable, "-m", "pytest", "-q", *TESTS, *arguments]
-        ended = subprocess.run(command, env=env, check=False)
+        completed = subprocess.run(command, env=env, check=False)
         print(
-            f"==== exit status {ended.returncode} after {time.monotonic() - begin:.0f} s",
+            f"==== exit status {completed.returncode} after {time.monotonic() - begin:.0f} s",
             flush=True,
         )
-        failed += ended.returncode != 0
+        failed += completed.returncode != 0
     return failed
 
 

@@ -1,5 +1,8 @@
-"""Torch's multimem ops between processes of one host: they check what torch checks, and read and
-write the ranks' symmetric memory where torch's kernels do. No GPU has confirmed that."""
+"""Emulate the multimem ops of torch between processes of one host.
+
+They repeat the checks of torch, and read and write symmetric memory as the torch kernels do. No GPU
+has confirmed this.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +20,30 @@ SUMMED = torch.float32, torch.bfloat16
 
 
 class Multimem:
-    """Stands in for `torch.ops.symm_mem`. ``memory`` makes the ranks' symmetric tensors, by the
-    address of this rank's and the name of the group for which torch has mapped them. ``meets``:
-    whether a call ends when all ranks have read and stored; False for a negative control."""
+    """Replaces `torch.ops.symm_mem`.
 
-    def __init__(self, meets: bool = True) -> None:
+    Args:
+        has_barrier: end each call only after all ranks have read and stored. False is a negative
+            control.
+
+    Attributes:
+        memory: by address of the local tensor and name of the group, a function that returns the
+            symmetric tensors of all ranks.
+    """
+
+    def __init__(self, has_barrier: bool = True) -> None:
         self.calls: list[str] = []
         self.memory: dict[tuple[int, str], Callable[[], Iterator[torch.Tensor]]] = {}
-        self.meets = meets
+        self.has_barrier = has_barrier
 
     def multimem_all_reduce_(self, x: torch.Tensor, op: str, name: str) -> None:
         unit = self._alignment(x) // x.element_size()
         with self._together("multimem_all_reduce_", op, x, name) as (rank, ranks):
-            each = math.ceil(x.numel() / (unit * len(ranks))) * unit
-            part = slice(rank * each, (rank + 1) * each)
-            total = _sum([there[part] for there in ranks])
-            for there in ranks:
-                there[part].copy_(total)
+            slice_numel = math.ceil(x.numel() / (unit * len(ranks))) * unit
+            rank_slice = slice(rank * slice_numel, (rank + 1) * slice_numel)
+            total = _sum([peer_x[rank_slice] for peer_x in ranks])
+            for peer_x in ranks:
+                peer_x[rank_slice].copy_(total)
 
     def multimem_one_shot_all_reduce_out(
         self, x: torch.Tensor, op: str, name: str, out: torch.Tensor
@@ -47,44 +57,47 @@ class Multimem:
         assert x.is_contiguous() and x.data_ptr() % self._alignment(out) == 0
         with self._together("multimem_all_gather_out", None, out, name) as (rank, ranks):
             assert out.shape[0] == x.shape[0] * len(ranks) and out.shape[1:] == x.shape[1:]
-            for there in ranks:
-                there.view(len(ranks), -1)[rank].copy_(x.view(-1))
+            for peer_out in ranks:
+                peer_out.view(len(ranks), -1)[rank].copy_(x.view(-1))
 
     @contextlib.contextmanager
     def _together(
         self, call: str, op: str | None, x: torch.Tensor, name: str
     ) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """Begin a call with all ranks and end it with them. Yield this rank, and what lies at the
-        place of ``x`` in each rank's memory."""
+        """Begin and end a call together with all ranks.
+
+        Yields this rank, and the region of ``x`` in the memory of each rank.
+        """
         group = _resolve_process_group(name)
         assert x.is_contiguous() and x.numel()
         assert op is None or (op == "sum" and x.dtype in SUMMED), (op, x.dtype)
-        parts = self.memory[x.untyped_storage().data_ptr(), name]  # else torch has not mapped it
+        # KeyError: torch has not mapped the memory for this group.
+        regions = self.memory[x.untyped_storage().data_ptr(), name]
         self.calls.append(call)
-        # Torch waits for ever if the blocks of the ranks' kernels are not as many.
-        mine, grids = (call, x.dtype, x.numel(), self._alignment(x)), [None] * group.size()
-        dist.all_gather_object(grids, mine, group)
-        assert grids == [mine] * group.size(), grids
+        # The torch kernels deadlock if the numbers of blocks differ between ranks.
+        local_call, calls = (call, x.dtype, x.numel(), self._alignment(x)), [None] * group.size()
+        dist.all_gather_object(calls, local_call, group)
+        assert calls == [local_call] * group.size(), calls
         time.sleep(random.uniform(0, 1e-3))
         begin = x.storage_offset() * x.element_size()
         yield (
             group.rank(),
-            [there[begin : begin + x.nbytes].view(x.dtype) for there in parts()],
+            [region[begin : begin + x.nbytes].view(x.dtype) for region in regions()],
         )
-        if self.meets:
+        if self.has_barrier:
             dist.barrier(group)
 
     @staticmethod
     def _alignment(x: torch.Tensor) -> int:
-        """The bytes that a thread moves at a time, which torch derives from offset and size."""
+        """Return the bytes per access of a thread. torch derives them from offset and size."""
         begin = x.storage_offset() * x.element_size()
-        found = next(unit for unit in (16, 8, 4, 2, 1) if begin % unit == x.nbytes % unit == 0)
-        assert found >= max(4, x.element_size()), found
-        return found
+        alignment = next(unit for unit in (16, 8, 4, 2, 1) if begin % unit == x.nbytes % unit == 0)
+        assert alignment >= max(4, x.element_size()), alignment
+        return alignment
 
 
 def _sum(partials: list[torch.Tensor]) -> torch.Tensor:
-    """The sum in fp32, not in rank order, as with a switch."""
+    """Sum in fp32 but not in rank order, like a switch."""
     total = torch.zeros(partials[0].shape)
     for partial in reversed(partials):
         total += partial

@@ -1,5 +1,7 @@
-"""CPU tensors take the way of CUDA tensors that NCCL moves: collectives made of gloo's, and the
-kernels of csrc/cuda on the emulated driver."""
+"""Dry run of the code path of CUDA tensors with NCCL, on CPU tensors.
+
+Collectives are built from gloo collectives. The kernels of csrc/cuda run on the emulated driver.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support import emulated
-from tests.support.cuda_rehearsal import ALL_QUALIFIED, pretending
+from tests.support.cuda_rehearsal import ALL_QUALIFIED, cuda_code_path
 from tpkernels.algorithms import reduction, unfused
 from tpkernels.cuda import image
 from tpkernels.groups.group import Group
@@ -21,29 +23,31 @@ from tpkernels.planning.qualification import Qualification
 from tpkernels.planning.table import Table
 
 
-class LikeNccl:
-    """A process group with lists of tensors of any sizes, and with sums in the wire dtype, each
-    addition rounded."""
+class NcclLikeGroup:
+    """A process group that supports lists of tensors of any sizes.
+
+    Reductions accumulate in the communication dtype and round after each addition.
+    """
 
     def __init__(self, pg: dist.ProcessGroup) -> None:
         self.pg = pg
 
-    def _allgather_base(self, out: torch.Tensor, own: torch.Tensor, _: Any) -> Any:
-        return self.pg._allgather_base(out, own.clone())  # own may be a part of out
+    def _allgather_base(self, out: torch.Tensor, shard: torch.Tensor, _: Any) -> Any:
+        return self.pg._allgather_base(out, shard.clone())  # the shard may be a view of out
 
-    def allgather(self, outs: list[list[torch.Tensor]], owns: list[torch.Tensor], _: Any) -> None:
-        own = owns[0].clone()
+    def allgather(self, outs: list[list[torch.Tensor]], shards: list[torch.Tensor], _: Any) -> None:
+        shard = shards[0].clone()
         for rank, out in enumerate(outs[0]):
             if rank == self.pg.rank():
-                out.copy_(own)
+                out.copy_(shard)
             if out.numel():
                 dist.broadcast(out, group=self.pg, group_src=rank)
 
     def allreduce(self, xs: list[torch.Tensor], _: Any) -> None:
         (x,) = xs
-        everyone = [torch.empty_like(x) for _ in range(self.pg.size())]
-        dist.all_gather(everyone, x, group=self.pg)
-        x.copy_(functools.reduce(operator.add, everyone))
+        gathered = [torch.empty_like(x) for _ in range(self.pg.size())]
+        dist.all_gather(gathered, x, group=self.pg)
+        x.copy_(functools.reduce(operator.add, gathered))
 
     def _reduce_scatter_base(self, out: torch.Tensor, x: torch.Tensor, options: Any) -> None:
         self.reduce_scatter([out], [list(x.split(out.numel()))], options)
@@ -62,18 +66,20 @@ class LikeNccl:
 
 
 @contextlib.contextmanager
-def over_nccl(
+def nccl_code_path(
     driver: str = "", qualification: Qualification | None = ALL_QUALIFIED
 ) -> Iterator[Any]:
-    """CPU tensors are taken for CUDA tensors of groups that have NCCL; ``driver``: the emulated
-    one, if it is not loaded yet. There are no measured times.
-    ``qualification``: see `pretending`."""
+    """Let CPU tensors use the code path of CUDA tensors in groups with NCCL.
+
+    No timing table is loaded. ``driver``: the emulated driver, if it is not loaded yet.
+    ``qualification``: see `cuda_code_path`.
+    """
     if driver:
         emulated.load(driver)
     image._loads.cache_clear()
-    with pretending(qualification=qualification) as patch:
+    with cuda_code_path(qualification=qualification) as patch:
         patch.setattr(Group, "uses_gloo", lambda self, device: device != "cuda")
-        patch.setattr(Group, "tuned", lambda self, device: Table())
+        patch.setattr(Group, "timing_table", lambda self, device: Table())
         patch.setattr(reduction, "_on_gpu", lambda _: True)
-        patch.setattr(unfused, "_pg", lambda call: LikeNccl(call.group.pg))
+        patch.setattr(unfused, "_pg", lambda call: NcclLikeGroup(call.group.pg))
         yield patch

@@ -1,5 +1,7 @@
-"""A small language model made of the layers of ``tpkernels.nn``, and its reference: the same model
-in plain torch, from the unsharded parameters."""
+"""A small language model built from ``tpkernels.nn`` layers, and its reference.
+
+The reference is the same model in plain torch with unsharded parameters.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import tpkernels
 from tpkernels import nn as tnn
 
 F64 = torch.float64
-#: World sizes. The sizes here are not multiples of 3.
+#: World sizes. The model sizes are not multiples of 3.
 SWEEP = (3, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 2, 4)))
 
 
@@ -73,14 +75,14 @@ class Model(nn.Module):
         return tnn.vocab_parallel_cross_entropy(logits, targets, self.pg, self.shape.vocab)
 
 
-def whole_logits(
+def reference_logits(
     p: dict[str, torch.Tensor],
     shape: Shape,
     ids: torch.Tensor,
     rotary: tuple[torch.Tensor, torch.Tensor],
     sequence_dim: int,
 ) -> torch.Tensor:
-    """The logits of `Model`, from unsharded parameters."""
+    """Compute the logits of `Model` from unsharded parameters."""
     x = F.embedding(ids, p["embed.weight"], 2)
     if sequence_dim == 0:
         x = x.transpose(0, 1)
@@ -114,32 +116,38 @@ def whole_logits(
 def inputs(
     shape: Shape, sequence_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """(ids, targets, rotary), the same on all ranks; about one target in five is ignored."""
+    """Create (ids, targets, rotary), equal on all ranks.
+
+    About one target in five is ignored.
+    """
     torch.manual_seed(4)
     size = (shape.batch, shape.sequence)
     ids, targets = (torch.randint(0, shape.vocab, size) for _ in range(2))
     targets[torch.rand(size) < 0.2] = -100
-    targets[0, 0] = 1  # the mean over none would be NaN
+    targets[0, 0] = 1  # if all were ignored, the mean would be NaN
     angles = torch.randn(shape.sequence, shape.head_dim // 2, dtype=F64).repeat(1, 2)
     if sequence_dim == 0:
         ids, targets = ids.t(), targets.t()
     return ids, targets, (angles.cos(), angles.sin())
 
 
-def shard(model: nn.Module, name: str, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of an unsharded parameter, or of its gradient."""
-    owner, _, last = name.rpartition(".")
+def shard(model: nn.Module, name: str, full: torch.Tensor) -> torch.Tensor:
+    """Return the local shard of an unsharded parameter, or of its gradient."""
+    owner, _, parameter = name.rpartition(".")
     splits = getattr(model.get_submodule(owner), "splits", {})
-    return splits[last].shard(whole) if last in splits else whole
+    return splits[parameter].shard(full) if parameter in splits else full
 
 
-def far(got: torch.Tensor | None, want: torch.Tensor, scale: float = 1e-12) -> str | None:
-    """How far two float64 results are apart; None if they agree. Each has an error of at most a few
-    hundred roundings, of 1.1e-16 of the largest term; a wrong term is never that small."""
+def find_mismatch(got: torch.Tensor | None, want: torch.Tensor, scale: float = 1e-12) -> str | None:
+    """Describe the mismatch of two float64 results, or return None.
+
+    Each result has an error of at most a few hundred roundings, 1.1e-16 of the largest term each. A
+    wrong term is always larger.
+    """
     if got is None:
         return "there is none"
     if got.shape != want.shape:
         return f"shape {list(got.shape)}, expected {list(want.shape)}"
-    off = (got - want).abs().max().item() if want.numel() else 0.0
+    error = (got - want).abs().max().item() if want.numel() else 0.0
     limit = scale * max(1.0, want.abs().max().item() if want.numel() else 0.0)
-    return None if off <= limit else f"off by {off:.3g}, allowed {limit:.3g}"
+    return None if error <= limit else f"off by {error:.3g}, allowed {limit:.3g}"

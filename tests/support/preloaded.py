@@ -1,6 +1,9 @@
-"""What a rank's first operator of DTensor, and its first compiled function, import: the fork server
-of the tests imports it once. Without Triton, which asks when it is imported whether to interpret
-kernels: the environment of a rank says that."""
+"""Import the modules that torch would import for the first DTensor operator, and for the first
+compiled function, of a rank.
+
+The fork server of the tests imports this module once. It must not import Triton: on import, Triton
+reads from the environment whether to interpret kernels, and the ranks have different environments.
+"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Python in a process of its own."""
+"""Python in separate processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.paths import ROOT
 def python(
     *arguments: object, seconds: float = 120, stdin: IO[str] | None = None, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python in the checkout, whatever its exit code."""
+    """Run Python in the checkout and accept any exit code."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=ROOT,
@@ -31,24 +31,27 @@ def python(
     )
 
 
-def output_of(*arguments: object, **options: Any) -> str:
-    """Run Python in the checkout; return its output. ``options`` are those of `python`."""
-    ended = python(*arguments, **options)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
+def python_output(*arguments: object, **options: Any) -> str:
+    """Run Python in the checkout and return its output. ``options``: see `python`."""
+    completed = python(*arguments, **options)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return completed.stdout
 
 
 def torchrun(ranks: int, *arguments: object, **options: Any) -> str:
-    """Run a script or module on ranks of torchrun; return what they print."""
+    """Run a script or module under torchrun and return the output of the ranks."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
-    return output_of(*launcher, *arguments, **options)
+    return python_output(*launcher, *arguments, **options)
 
 
-def interrupted(
+def run_and_interrupt(
     *arguments: object, when: Callable[[subprocess.Popen[str]], object], seconds: float = 60
 ) -> tuple[int, str, str]:
-    """Run Python, interrupt it as a terminal does when ``when`` returns, and wait until it has left
-    no process; return the exit code and the output."""
+    """Run Python, interrupt it when ``when`` returns, and wait for all its processes.
+
+    The interrupt goes to the process group, as from a terminal. Returns the exit code and the
+    output.
+    """
     command = [sys.executable, *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(command, text=True, start_new_session=True, **pipes)
@@ -56,7 +59,7 @@ def interrupted(
     os.killpg(process.pid, signal.SIGINT)
     output = process.communicate(timeout=seconds)
     deadline = time.monotonic() + seconds
-    while any(one.session == process.pid for one in running()):
+    while any(candidate.session == process.pid for candidate in running_processes()):
         assert time.monotonic() < deadline, "processes are left"
         time.sleep(0.02)
     return process.returncode, *output
@@ -72,8 +75,8 @@ class Process(NamedTuple):
     session: int
 
 
-def running() -> Iterator[Process]:
-    """All processes, except zombies."""
+def running_processes() -> Iterator[Process]:
+    """Yield all processes except zombies."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             head, _, tail = stat.read_text().rpartition(") ")

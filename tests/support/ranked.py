@@ -1,4 +1,7 @@
-"""What the correctness tests run in the ranks: many cases per job, with the failures as text."""
+"""Run correctness tests in the ranks: many cases per job.
+
+Failures are returned as text.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import reference
 from tests.support.cases import Case, RanksFixture
-from tests.support.reference import Operand, scale_of_w, scale_of_x
+from tests.support.reference import Operand, format_w_scale, format_x_scale
 from tpkernels import CustomMatmul, groups
 from tpkernels.algorithms import backends, point_to_point
 from tpkernels.algorithms.point_to_point import PeerLinks
@@ -33,14 +36,14 @@ from tpkernels.ops.reference import Expected
 from tpkernels.symm import colocation
 
 SMALLEST_WORKSPACE = 1 << 16
-TIMEOUT = 20.0  # s, after which ranks no longer wait for one that failed alone
+TIMEOUT = 20.0  # s, limit of waits for a failed rank
 
 
 @contextlib.contextmanager
 def fresh_group(
     workspace_bytes: int = 1 << 20, autotune: bool | None = None, numerics: str | None = None
 ) -> Iterator[dist.ProcessGroup]:
-    """A group of all ranks that no other test can have broken."""
+    """Create a group of all ranks that no other test can have broken."""
     group = dist.new_group()
     assert group is not None
     tpkernels.init(
@@ -57,10 +60,10 @@ def fresh_group(
 
 
 @contextlib.contextmanager
-def apart() -> Iterator[None]:
-    """Groups that are set up within the block share no memory, like groups that span hosts."""
-    probe = colocation._why_not_reached
-    colocation._why_not_reached = lambda *_: "is kept apart by a test"
+def separate_hosts() -> Iterator[None]:
+    """Let groups that are set up within the block share no memory, like groups that span hosts."""
+    original = colocation._find_connect_obstacle
+    colocation._find_connect_obstacle = lambda *_: "is kept apart by a test"
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings(
@@ -68,34 +71,38 @@ def apart() -> Iterator[None]:
             )
             yield
     finally:
-        colocation._why_not_reached = probe
+        colocation._find_connect_obstacle = original
 
 
 @contextlib.contextmanager
-def on_hosts(host_of: str) -> Iterator[None]:
-    """Groups of all ranks that are set up within the block share memory only with the ranks of the
-    same host; ``host_of[rank]`` names it."""
+def on_hosts(host_names: str) -> Iterator[None]:
+    """Let groups of all ranks that are set up within the block share memory per host.
 
-    def why_not_reached(name: str | None, seconds: float) -> str | None:
-        found = re.match(r"tpkernels-host-(\d+)-", name or "")
-        if found is not None and host_of[int(found[1])] == host_of[dist.get_rank()]:
+    ``host_names[rank]`` is the host of a rank.
+    """
+
+    def find_obstacle(name: str | None, seconds: float) -> str | None:
+        match = re.match(r"tpkernels-host-(\d+)-", name or "")
+        if match is not None and host_names[int(match[1])] == host_names[dist.get_rank()]:
             return None
         return "is kept apart by a test"
 
-    with apart(), mock.patch.object(colocation, "_why_not_reached", why_not_reached):
+    with separate_hosts(), mock.patch.object(colocation, "_find_connect_obstacle", find_obstacle):
         yield
 
 
 @contextlib.contextmanager
 def bytes_sent() -> Iterator[Counter[int]]:
-    """What this rank sends over `torch.distributed` within the block, by receiver; greetings
-    aside."""
+    """Count the bytes that this rank sends over `torch.distributed` within the block.
+
+    Counts are by receiver and exclude handshakes.
+    """
     sent, start = Counter[int](), PeerLinks._start
 
     def counting(link: PeerLinks, sends: Any, receives: Any, tag: int) -> Any:
-        if tag != point_to_point._GREETING_TAG:
-            for tensor, to in sends:
-                sent[to] += tensor.nbytes
+        if tag != point_to_point._HANDSHAKE_TAG:
+            for tensor, dst in sends:
+                sent[dst] += tensor.nbytes
         return start(link, sends, receives, tag)
 
     with mock.patch.object(PeerLinks, "_start", counting):
@@ -103,71 +110,79 @@ def bytes_sent() -> Iterator[Counter[int]]:
 
 
 @contextlib.contextmanager
-def planned_in_python() -> Iterator[None]:
-    """No call within is run by the extension alone: what the test replaces has an effect."""
+def disable_bound_calls() -> Iterator[None]:
+    """Plan and run all calls within the block in Python.
 
-    def forget() -> None:
-        for group in list(groups._groups.values()):  # others may be ending in a thread
-            group.forget_calls()
+    Calls that run in the extension would ignore functions that a test replaces.
+    """
 
-    forget()
+    def clear_plans() -> None:
+        for group in list(groups._groups.values()):  # a copy: groups may end in other threads
+            group.clear_planned_calls()
+
+    clear_plans()
     with mock.patch.object(execution, "bind", lambda *_: None):
         yield
-    forget()
+    clear_plans()
 
 
 @contextlib.contextmanager
-def recorded_calls() -> Iterator[list[str]]:
-    """The ops of the calls that run within the block."""
-    made: list[str] = []
+def record_calls() -> Iterator[list[str]]:
+    """Record the ops of the calls within the block."""
+    ops: list[str] = []
     run = backends.run
 
     def recording(call: Any, *args: Any) -> Any:
-        made.append(call.problem.op)
+        ops.append(call.problem.op)
         return run(call, *args)
 
-    with planned_in_python(), mock.patch.object(backends, "run", recording):
-        yield made
+    with disable_bound_calls(), mock.patch.object(backends, "run", recording):
+        yield ops
 
 
-def place(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """A copy of x with this layout in memory. It is surrounded by NaN, which must not be read."""
-    if x.is_floating_point() and x.itemsize == 1:  # torch copies few of these dtypes
-        return place(x.view(torch.uint8), layout).view(x.dtype)
+def copy_to_layout(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """Copy x to memory with this layout, surrounded by NaN that no op may read."""
+    if x.is_floating_point() and x.itemsize == 1:  # torch supports few copies of these dtypes
+        return copy_to_layout(x.view(torch.uint8), layout).view(x.dtype)
     nan = math.nan if x.is_floating_point() else 0x7F
     if layout == "transposed" and x.dim() > 1:
         swapped = x.transpose(-1, -2).clone(memory_format=torch.contiguous_format)
         return swapped.transpose(-1, -2)
     if layout == "sliced":
-        around = x.new_full([2 * size + 3 for size in x.shape], nan)
-        inside = around[tuple(slice(1, 1 + 2 * size, 2) for size in x.shape)]
-        return inside.copy_(x)
-    if layout == "offset":  # contiguous, at an odd element
+        padded = x.new_full([2 * size + 3 for size in x.shape], nan)
+        view = padded[tuple(slice(1, 1 + 2 * size, 2) for size in x.shape)]
+        return view.copy_(x)
+    if layout == "offset":  # contiguous, misaligned by one element
         flat = x.new_full([x.numel() + 3], nan)
         return flat[1 : 1 + x.numel()].view(x.shape).copy_(x)
     return x.clone(memory_format=torch.contiguous_format)
 
 
 @contextlib.contextmanager
-def placed(case: Case, x: torch.Tensor, group: dist.ProcessGroup) -> Iterator[torch.Tensor]:
-    """x with the case's layout in memory. With "symmetric" it lies at the start of symmetric
-    memory, with "symmetric_end" at its end, with "mixed" at its start on odd ranks only; these are
-    collective."""
+def input_in_layout(
+    case: Case, x: torch.Tensor, group: dist.ProcessGroup
+) -> Iterator[torch.Tensor]:
+    """Yield x in the memory layout of the case.
+
+    With "symmetric", x is at the start of symmetric memory, with "symmetric_end" at its end, with
+    "mixed" at its start on odd ranks only. These three are collective.
+    """
     if case.layout not in ("symmetric", "symmetric_end", "mixed"):
-        yield place(x, case.layout)
+        yield copy_to_layout(x, case.layout)
         return
-    largest = x.numel()
+    max_numel = x.numel()
     if "all_gather" in case.op:
-        whole = list(case.shape)
-        whole[case.dim] = max(case.shards(group.size()))
-        largest = math.prod(whole)
+        shard_shape = list(case.shape)
+        shard_shape[case.dim] = max(case.shards(group.size()))
+        max_numel = math.prod(shard_shape)
     elif case.k:
-        largest = x[..., 0].numel() * max(case.k)
-    memory = tpkernels.empty(largest, dtype=x.dtype, group=group)  # kept until all have read it
+        max_numel = x[..., 0].numel() * max(case.k)
+    # Peers read the memory during the call, so this function keeps it until the block ends.
+    memory = tpkernels.empty(max_numel, dtype=x.dtype, group=group)
     memory.fill_(math.nan)
-    at = largest - x.numel() if case.layout == "symmetric_end" else 0
-    inside = memory[at : at + x.numel()].view(x.shape).copy_(x)
-    yield place(x, "plain") if case.layout == "mixed" and group.rank() % 2 == 0 else inside
+    offset = max_numel - x.numel() if case.layout == "symmetric_end" else 0
+    x_view = memory[offset : offset + x.numel()].view(x.shape).copy_(x)
+    yield copy_to_layout(x, "plain") if case.layout == "mixed" and group.rank() % 2 == 0 else x_view
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -176,18 +191,18 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def _placed_weight(w: Any, layout: str) -> torch.Tensor | CustomMatmul:
+def _weight_in_layout(w: Any, layout: str) -> torch.Tensor | CustomMatmul:
     if isinstance(w, Operand):
-        return place(w.elements, layout).t()
+        return copy_to_layout(w.elements, layout).t()
     if layout == "packed" or (layout == "packed_on_even_ranks" and dist.get_rank() % 2 == 0):
         return tpkernels.pack(w)
     if layout == "caller's":
         return CustomMatmul(lambda x: x @ w, w.shape, w.dtype)
-    return place(w, "transposed" if layout == "linear" else layout)
+    return copy_to_layout(w, "transposed" if layout == "linear" else layout)
 
 
-def options_of(case: Case) -> dict[str, Any]:
-    """The options of a case's call that are no tensors."""
+def call_options(case: Case) -> dict[str, Any]:
+    """Return the options of a call that are not tensors."""
     options: dict[str, Any] = {"algorithm": case.algorithm}
     if "all_gather" in case.op:
         options |= {"gather_dim": case.dim, "shard_sizes": case.sizes}
@@ -205,24 +220,31 @@ def options_of(case: Case) -> dict[str, Any]:
 
 def _gather(case: Case, group: dist.ProcessGroup, group_like: GroupLike) -> list[torch.Tensor]:
     rank, world = group.rank(), group.size()
-    whole = reference.gathered_x(case)
-    shard = case.shard(whole.elements if case.scales else whole, rank, world)
-    options = options_of(case)
-    with placed(case, shard, group) as x:
+    gathered_x = reference.gathered_x(case)
+    shard = case.shard(gathered_x.elements if case.scales else gathered_x, rank, world)
+    options = call_options(case)
+    with input_in_layout(case, shard, group) as x:
         if not case.n:
             results = [tpkernels.all_gather(x, group_like, **options)]
         else:
             pairs = reference.column_weights(case, rank)
             if case.biases:
-                options["biases"] = [None if b is None else place(b, case.layout) for _, b in pairs]
+                options["biases"] = [
+                    None if b is None else copy_to_layout(b, case.layout) for _, b in pairs
+                ]
             scales: list[Any] = []
             if case.scales:
-                shared = case.replicated or not whole.scale.dim()
-                of_x = whole.scale if shared else case.shard(whole.scale, rank, world)
-                scales = [scale_of_x(case, of_x), [scale_of_w(case, w) for w, _ in pairs]]
+                replicated = case.replicated or not gathered_x.scale.dim()
+                x_scale = (
+                    gathered_x.scale if replicated else case.shard(gathered_x.scale, rank, world)
+                )
+                scales = [
+                    format_x_scale(case, x_scale),
+                    [format_w_scale(case, w) for w, _ in pairs],
+                ]
             results = getattr(tpkernels, case.op)(
                 x,
-                [_placed_weight(w, case.weight_layout) for w, _ in pairs],
+                [_weight_in_layout(w, case.weight_layout) for w, _ in pairs],
                 *scales,
                 group_like,
                 **options,
@@ -237,41 +259,41 @@ def _gather(case: Case, group: dist.ProcessGroup, group_like: GroupLike) -> list
 
 def _reduce(case: Case, group: dist.ProcessGroup, group_like: GroupLike) -> list[torch.Tensor]:
     rank, world = group.rank(), group.size()
-    mine, w = reference.partial_factors(case, rank, world)
+    local_x, w = reference.partial_operands(case, rank, world)
     scales: list[torch.Tensor] = []
     if case.scales:
-        scales = [scale_of_x(case, mine.scale), scale_of_w(case, w)]
-        mine = mine.elements
-    options = options_of(case)
+        scales = [format_x_scale(case, local_x.scale), format_w_scale(case, w)]
+        local_x = local_x.elements
+    options = call_options(case)
     bias, residual = reference.reduction_bias(case), reference.reduction_residual(case)
     if residual is not None and case.scattered:
         residual = case.shard(residual, rank, world)
     if w is not None:
-        options["bias"] = None if bias is None else place(bias, case.layout)
+        options["bias"] = None if bias is None else copy_to_layout(bias, case.layout)
     if w is not None or case.normalises:
-        options["residual"] = None if residual is None else place(residual, case.layout)
-    with placed(case, mine, group) as x:
-        factors = [x] if w is None else [x, _placed_weight(w, case.weight_layout)]
+        options["residual"] = None if residual is None else copy_to_layout(residual, case.layout)
+    with input_in_layout(case, local_x, group) as x:
+        operands = [x] if w is None else [x, _weight_in_layout(w, case.weight_layout)]
         if case.normalises:
-            factors.append(place(reference.norm_weight(case), case.layout))
-        result: Any = getattr(tpkernels, case.op)(*factors, *scales, group_like, **options)
+            operands.append(copy_to_layout(reference.norm_weight(case), case.layout))
+        result: Any = getattr(tpkernels, case.op)(*operands, *scales, group_like, **options)
         if case.op == "all_reduce_":
             assert result is x, "not the tensor that was passed"
             return [result.contiguous().clone()]
-        assert _same_bytes(x, mine), "the input was changed"
+        assert _same_bytes(x, local_x), "the input was changed"
     return list(result) if case.normalises else [result]
 
 
 def call(
     case: Case, group: dist.ProcessGroup, group_like: GroupLike | None = None
 ) -> list[torch.Tensor]:
-    """Runs one case; its results. ``group_like``: what to pass to the op as its group."""
+    """Run one case and return its results. ``group_like`` is the group argument of the op."""
     function = _gather if "all_gather" in case.op else _reduce
     return function(case, group, group if group_like is None else group_like)
 
 
-def difference(got: torch.Tensor, want: Expected) -> str | None:
-    """What is wrong with a result, or None."""
+def find_difference(got: torch.Tensor, want: Expected) -> str | None:
+    """Describe a wrong result, or return None."""
     exact = want.exact
     if got.shape != exact.shape or got.dtype != want.dtype or not got.is_contiguous():
         return (
@@ -284,26 +306,26 @@ def difference(got: torch.Tensor, want: Expected) -> str | None:
 
 
 def check(case: Case, group: dist.ProcessGroup, group_like: GroupLike | None = None) -> list[str]:
-    """Runs one case; what is wrong with its results, as text."""
+    """Run one case and describe its wrong results."""
     rank, world = group.rank(), group.size()
-    results, wanted = call(case, group, group_like), reference.expected(case, rank, world)
+    results, expected = call(case, group, group_like), reference.expected(case, rank, world)
     if case.normalises:
-        wanted = [reference.normalised(case, results[1]), *wanted]
-    errors = [difference(got, want) for got, want in zip(results, wanted, strict=True)]
+        expected = [reference.expected_norm(case, results[1]), *expected]
+    errors = [find_difference(got, want) for got, want in zip(results, expected, strict=True)]
     return [f"rank {rank} of {world}: {case}: {error}" for error in errors if error is not None]
 
 
 def check_cases(
     cases: Sequence[Case], group: dist.ProcessGroup, group_like: GroupLike | None = None
 ) -> list[str]:
-    """Runs cases up to the first exception; what is wrong, as text."""
+    """Run cases up to the first exception and describe the failures."""
     failures: list[str] = []
     for case in cases:
         try:
             failures += check(case, group, group_like)
         except Exception as error:
             failures.append(f"{case}: {traceback.format_exc()}")
-            groups.get(group.group_name).mark_broken(error)  # so that no peer waits for this rank
+            groups.get(group.group_name).mark_broken(error)  # ends the waits of the peers
             break
     return failures
 
@@ -321,15 +343,19 @@ def run_cases(
     workspace_bytes: int = 1 << 20,
     hosts: str = "",
 ) -> None:
-    """Runs the cases on ``world`` ranks, on one host or as `on_hosts` has it, and fails with the
-    failures of all."""
+    """Run the cases on ``world`` ranks and fail with the failures of all ranks.
+
+    ``hosts``: see `on_hosts`. Empty: one host.
+    """
     assert cases
     check_job(ranks(world), cases_job, list(cases), workspace_bytes, hosts, timeout=240)
 
 
-def messages_of(attempts: Iterable[Callable[[], Any]], kind: Any = Exception) -> list[str]:
-    """What each attempt raises, as "type: message"; "nothing" where it raises nothing. Errors that
-    are not of ``kind`` pass."""
+def collect_messages(attempts: Iterable[Callable[[], Any]], kind: Any = Exception) -> list[str]:
+    """Return the error of each attempt as "type: message", or "nothing" on success.
+
+    Errors that are not of type ``kind`` propagate.
+    """
     messages = []
     for attempt in attempts:
         try:
@@ -340,29 +366,44 @@ def messages_of(attempts: Iterable[Callable[[], Any]], kind: Any = Exception) ->
     return messages
 
 
-def unlike(attempts: Mapping[str, Callable[[], Any]], kind: Any = Exception) -> list[str]:
-    """The messages of attempts that lack the text under which each stands; "nothing" is said where
-    one raises nothing."""
-    pairs = zip(attempts, messages_of(attempts.values(), kind), strict=True)
-    return [f"{message!r} lacks {text!r}" for text, message in pairs if text not in message]
+def find_unexpected_messages(
+    attempts: Mapping[str, Callable[[], Any]], kind: Any = Exception
+) -> list[str]:
+    """Return the messages that do not contain the expected text.
+
+    ``attempts`` maps each expected text to an attempt. The message of a success is "nothing".
+    """
+    pairs = zip(attempts, collect_messages(attempts.values(), kind), strict=True)
+    return [
+        f"{message!r} lacks {expected!r}" for expected, message in pairs if expected not in message
+    ]
 
 
 def on_ranks(
     world: int | None = None, timeout: float = 120.0, fixture: str = "ranks", driver: bool = False
 ) -> Callable[[Any], Any]:
-    """Make a test of a function that runs on every rank and returns what is wrong there, as texts,
-    or None. Its parameters are the test's. Without ``world``, a parameter of the test of that name
-    says on how many ranks. With ``driver`` the ranks load the emulated CUDA driver."""
+    """Turn a function into a test that runs it on every rank.
+
+    The function returns failures as texts, or None. Its parameters are parameters of the test.
+
+    Args:
+        world: number of ranks. By default the test has a parameter of this name.
+        driver: the ranks load the emulated CUDA driver.
+    """
 
     def decorate(job: Callable[..., list[str] | None]) -> Callable[..., None]:
         def test(**values: Any) -> None:
             ranks, count = values.pop(fixture), world or values.pop("world")
             path = values.pop("cuda_driver", None)
-            job_of = (job.__module__, job.__name__, path, values)
-            check_job(ranks(count), _run_job, *job_of, timeout=timeout)
+            job_args = (job.__module__, job.__name__, path, values)
+            check_job(ranks(count), _run_job, *job_args, timeout=timeout)
 
-        own = [fixture, *(["cuda_driver"] if driver else []), *(["world"] if world is None else [])]
-        names = [*own, *inspect.signature(job).parameters]
+        fixtures = [
+            fixture,
+            *(["cuda_driver"] if driver else []),
+            *(["world"] if world is None else []),
+        ]
+        names = [*fixtures, *inspect.signature(job).parameters]
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         test.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])  # type: ignore[attr-defined]
         test.job = job  # type: ignore[attr-defined]
@@ -387,39 +428,45 @@ def _run_job(
 def check_job(
     ranks: Ranks, job: Callable[..., list[str] | None], *arguments: Any, timeout: float = 120.0
 ) -> None:
-    """Run a job on all ranks and fail with what it returns, as texts, on any of them."""
+    """Run a job on all ranks. Fail with the texts that it returns on any rank."""
     results = ranks.run(job, *arguments, timeout=timeout)
     report(failure for failures in results for failure in failures or ())
 
 
 def report(failures: Iterator[str]) -> None:
-    texts = list(failures)
-    assert not texts, f"{len(texts)} failures\n" + "\n".join(texts[:10])
+    messages = list(failures)
+    assert not messages, f"{len(messages)} failures\n" + "\n".join(messages[:10])
 
 
 def report_cases(
     ranks: Ranks, failure: Callable[..., str | None], cases: Iterable[Any], **options: Any
 ) -> None:
-    """Report what ``failure(case, group)`` finds on ranks, in one group with these options of
-    `fresh_group`; ``hosts``: whose ranks share no memory."""
-    results = ranks.run(_failures_of, failure, list(cases), timeout=120, **options)
-    report(found for rank in results for found in rank if found)
+    """Run ``failure(case, group)`` on all ranks and report the failures.
+
+    All cases run in one group. ``options`` are options of `fresh_group`, and ``hosts``: the ranks
+    share no memory.
+    """
+    results = ranks.run(_check_in_group, failure, list(cases), timeout=120, **options)
+    report(message for rank in results for message in rank if message)
 
 
-def _failures_of(
+def _check_in_group(
     failure: Callable[..., str | None], cases: list[Any], hosts: bool = False, **options: Any
 ) -> list[str | None]:
-    with apart() if hosts else contextlib.nullcontext(), fresh_group(**options) as group:
+    with separate_hosts() if hosts else contextlib.nullcontext(), fresh_group(**options) as group:
         return [failure(case, group) for case in cases]
 
 
-# Which Python functions run.
+# Calls of Python functions.
 
 
 @contextmanager
 def functions_called(package: str = "") -> Iterator[list[str]]:
-    """The functions that are called within, of a module, of a package and its modules, or all. A
-    generator counts each time that it goes on."""
+    """Record the Python functions that are called within the block.
+
+    ``package`` restricts the record to a module, or a package and its modules. A generator counts
+    once per step.
+    """
     called: list[str] = []
 
     def trace(frame: Any, event: str, argument: object) -> None:

@@ -1,5 +1,7 @@
-"""A model that ``tpkernels serve`` can serve within a test: random weights, and a tokenizer whose
-tokens are characters."""
+"""A small model for ``tpkernels serve``.
+
+It has random weights and a tokenizer with one token per character.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from typing import Any
 from tests.support import hf_folders, hf_models, processes
 from tests.support.paths import ROOT
 
-LENGTH = 200  # tokens of a prompt and its answer
+LENGTH = 200  # max tokens of a prompt and its answer
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz .,!?0123456789\n"
 TEMPLATE = (
     "{% for m in messages %}"
@@ -30,12 +32,12 @@ _START_S = 120.0
 
 
 def tokenizer(template: str | None = TEMPLATE) -> Any:
-    """One token per character; token 2 ends an answer."""
+    """Create a tokenizer with one token per character. Token 2 ends an answer."""
     import transformers
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     special = ["<unk>", "<s>", "</s>"]
-    vocabulary = {text: i for i, text in enumerate([*special, *CHARACTERS])}
+    vocabulary = {token: i for i, token in enumerate([*special, *CHARACTERS])}
     assert len(vocabulary) <= hf_models.VOCAB
     for i in range(len(vocabulary), hf_models.VOCAB):
         vocabulary[chr(ord("A") + i)] = i
@@ -54,7 +56,7 @@ def folder(
     model_type: str = "llama",
     **options: Any,
 ) -> Path:
-    """A model with its tokenizer, for prompts and answers of at most ``length`` tokens."""
+    """Save a model and its tokenizer. ``length``: max tokens of a prompt and its answer."""
     path = hf_folders.folder(base, model_type, **options)
     hf_folders.change_config(path, max_position_embeddings=length)
     tokenizer(template).save_pretrained(path)
@@ -62,7 +64,7 @@ def folder(
 
 
 class Server:
-    """``tpkernels serve`` in a process of its own."""
+    """``tpkernels serve`` in a separate process."""
 
     def __init__(self, path: Path, *args: object) -> None:
         command = [sys.executable, "-m", "tpkernels", "serve", "--model", str(path), "--port", "0"]
@@ -83,28 +85,28 @@ class Server:
             assert self.process.poll() is None, self.output()
             assert time.monotonic() < deadline, self.output()
             time.sleep(0.05)
-            found = re.search(r"on (http://\S+)", self.output())
-            self.url = found[1] if found else ""
+            match = re.search(r"on (http://\S+)", self.output())
+            self.url = match[1] if match else ""
 
     def output(self) -> str:
         self.log.seek(0)
         return self.log.read()
 
     def ranks(self) -> list[int]:
-        """Process ids by rank: the forks of the server's fork server, in order."""
-        everyone = list(processes.running())
-        servers = [one.pid for one in everyone if one.parent == self.process.pid]
-        return sorted(one.pid for one in everyone if one.parent in servers)
+        """Return the process ids by rank: the forks of the fork server, in order."""
+        all_processes = list(processes.running_processes())
+        servers = [process.pid for process in all_processes if process.parent == self.process.pid]
+        return sorted(process.pid for process in all_processes if process.parent in servers)
 
     def stop(self, sign: signal.Signals = signal.SIGTERM, timeout: float = 60) -> int:
-        """Sends a signal and returns the exit code."""
+        """Send a signal and return the exit code."""
         self.process.send_signal(sign)
         return self.process.wait(timeout)
 
 
 @contextlib.contextmanager
 def server(path: Path, *args: object) -> Iterator[Server]:
-    """A server that accepts requests; it is killed at the end, if it still runs, with its ranks."""
+    """Start a server and wait until it accepts requests. Kill it and its ranks at the end."""
     running = Server(path, *args)
     try:
         running.wait_until_ready()

@@ -1,4 +1,4 @@
-"""The app of ``tpkernels serve`` without ranks, on a manager that generates what a test says."""
+"""The app of ``tpkernels serve`` without ranks, on a manager that generates fixed tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAME, LENGTH, END = "tiny", 64, 2
 
 @dataclass
 class Output:
-    """As transformers' ``GenerationOutput``."""
+    """Mirrors ``GenerationOutput`` of transformers."""
 
     request_id: str
     generated_tokens: list[int]
@@ -36,12 +36,15 @@ class Output:
 
 @dataclass
 class FakeManager:
-    """Generates ``tokens`` after each prompt; while ``held``, only ``before_hold`` of them."""
+    """Generates ``tokens`` after each prompt.
+
+    While ``paused``, it generates only ``tokens_before_pause`` of them.
+    """
 
     tokens: list[int]
-    before_hold: int = 0
-    held: bool = False
-    error: str | None = None  #: of a request, after its tokens
+    tokens_before_pause: int = 0
+    paused: bool = False
+    error: str | None = None  #: error that each request reports after its tokens
     added: dict[str, dict[str, Any]] = field(default_factory=dict)
     cancelled: list[str] = field(default_factory=list)
     forgetful: bool = False  #: the first cancellation of a request has no effect
@@ -74,7 +77,7 @@ class FakeManager:
         options = self.added[name]
         tokens = self.tokens[: options["max_new_tokens"]]
         for count in range(1, len(tokens) + 1):
-            while self.held and count > self.before_hold:
+            while self.paused and count > self.tokens_before_pause:
                 await asyncio.sleep(0.005)
             await asyncio.sleep(0)
             if self.cancelled.count(name) > self.forgetful:
@@ -83,45 +86,50 @@ class FakeManager:
             error = self.error if last else None
             output = Output(name, tokens[:count], last, error)
             if options["logprobs"] is not None:
-                seen = options["input_ids"][1:] * options["scored"] + tokens[:count]
-                tops = [[(token, -0.25), (7, -2.0)][: options["logprobs"]] for token in seen]
+                scored_tokens = options["input_ids"][1:] * options["scored"] + tokens[:count]
+                tops = [
+                    [(token, -0.25), (7, -2.0)][: options["logprobs"]] for token in scored_tokens
+                ]
                 output.logprobs = [
-                    Logprob(token, -0.25, top) for token, top in zip(seen, tops, strict=True)
+                    Logprob(token, -0.25, top)
+                    for token, top in zip(scored_tokens, tops, strict=True)
                 ]
             self.output_router.deliver(output)
             if last:
                 return
 
 
-def tokens_of(text: str) -> list[int]:
-    """Its tokens, and the one that ends an answer."""
-    return [*served.tokenizer()(text)["input_ids"], END]
+def tokenize(answer: str) -> list[int]:
+    """Return the tokens of an answer and the end token."""
+    return [*served.tokenizer()(answer)["input_ids"], END]
 
 
 def service(
     manager: FakeManager,
     *,
-    most: int = 8,
+    max_requests: int = 8,
     timeout: float = 20.0,
     template: str | None = served.TEMPLATE,
     **options: Any,
 ) -> Service:
     tokenizer = served.tokenizer(template)
-    batcher = Batcher(manager, tokenizer, end_tokens=[END], most=most, timeout=timeout)
-    prompts = Prompts(tokenizer, vocabulary=hf_models.VOCAB, most=LENGTH)
+    batcher = Batcher(
+        manager, tokenizer, end_tokens=[END], max_requests=max_requests, timeout=timeout
+    )
+    prompts = Prompts(tokenizer, vocabulary=hf_models.VOCAB, max_length=LENGTH)
     return Service(NAME, batcher, prompts, **options)
 
 
-def app_of(what: Service) -> Any:
+def make_test_app(app_service: Service) -> Any:
     @contextlib.asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
-        what.batcher.start()
+        app_service.batcher.start()
         yield
 
-    return make_app(what, lifespan)
+    return make_app(app_service, lifespan)
 
 
 @contextlib.contextmanager
-def client(what: Service) -> Iterator[TestClient]:
-    with TestClient(app_of(what), raise_server_exceptions=False) as http:
+def client(app_service: Service) -> Iterator[TestClient]:
+    with TestClient(make_test_app(app_service), raise_server_exceptions=False) as http:
         yield http

@@ -1,5 +1,8 @@
-"""Which cases of a sweep `make test` runs. Some of the others are marked ``thorough``, for `make
-test-thorough`, and the rest ``slow``, for `make test-slow`."""
+"""Assignment of sweep cases to test tiers.
+
+`make test` runs the unmarked cases, `make test-thorough` also the cases marked ``thorough``, and
+`make test-slow` the cases marked ``slow``.
+"""
 
 from __future__ import annotations
 
@@ -10,37 +13,46 @@ import pytest
 
 
 def thorough(*values: Any) -> Any:
-    """The values of one case of ``parametrize``, left to `make test-thorough`."""
+    """Create a case of ``parametrize`` that only `make test-thorough` runs."""
     return pytest.param(*values, marks=pytest.mark.thorough)
 
 
-def sweep(cases: Iterable[Any], count: int = 1, later: int = 0) -> list[Any]:
-    """Cases of ``parametrize``, of which `make test` runs the first ``count`` and `make
-    test-thorough` ``later`` more. A tuple has a value for each of several parameters."""
-    return _left(list(cases), set(range(count)), later)
+def sweep(cases: Iterable[Any], count: int = 1, num_thorough: int = 0) -> list[Any]:
+    """Assign cases of ``parametrize`` to tiers.
+
+    `make test` runs the first ``count`` cases, `make test-thorough` ``num_thorough`` more. A tuple
+    holds one value per parameter.
+    """
+    return _mark_rest(list(cases), set(range(count)), num_thorough)
 
 
 def covering(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Cases of several parameters, of which `make test` runs a few that have every value of each
-    parameter. The next to be chosen has the most values that are still missing."""
-    given = [(case, set(enumerate(case))) for case in cases]
-    missing = set().union(*(values for _, values in given))
+    """Select cases for `make test` that cover every value of each parameter.
+
+    Greedy: each step selects the case with the most missing values.
+    """
+    case_values = [(case, set(enumerate(case))) for case in cases]
+    missing = set().union(*(values for _, values in case_values))
     chosen: set[int] = set()
     while missing:
-        most = max(range(len(given)), key=lambda i: len(given[i][1] & missing))
-        chosen.add(most)
-        missing -= given[most][1]
-    return _left([case for case, _ in given], chosen, 0)
+        best = max(range(len(case_values)), key=lambda i: len(case_values[i][1] & missing))
+        chosen.add(best)
+        missing -= case_values[best][1]
+    return _mark_rest([case for case, _ in case_values], chosen, 0)
 
 
-def _left(cases: list[Any], chosen: set[int], count: int) -> list[Any]:
-    """The cases; all but the chosen ones are marked, ``count`` of them, evenly spread, as thorough
-    and the rest as slow."""
-    left = [i for i in range(len(cases)) if i not in chosen]
-    some = {left[i * len(left) // count] for i in range(count)} if left else set()
+def _mark_rest(cases: list[Any], chosen: set[int], num_thorough: int) -> list[Any]:
+    """Mark all cases except the chosen ones.
+
+    ``num_thorough`` of them, evenly spread, are thorough, the rest slow.
+    """
+    rest = [i for i in range(len(cases)) if i not in chosen]
+    thorough_indices = (
+        {rest[i * len(rest) // num_thorough] for i in range(num_thorough)} if rest else set()
+    )
     marked = []
     for i, case in enumerate(cases):
         values = case if isinstance(case, tuple) else (case,)
-        mark = pytest.mark.thorough if i in some else pytest.mark.slow
+        mark = pytest.mark.thorough if i in thorough_indices else pytest.mark.slow
         marked.append(case if i in chosen else pytest.param(*values, marks=mark))
     return marked

@@ -1,5 +1,5 @@
-"""Symmetric tensors reach NumPy and CuPy without a copy: the buffer protocol, DLPack, and on GPUs
-``__cuda_array_interface__``."""
+"""Symmetric tensors are shared with NumPy and CuPy without a copy: through the buffer protocol,
+DLPack and, on GPUs, ``__cuda_array_interface__``."""
 
 from __future__ import annotations
 
@@ -13,57 +13,59 @@ import torch.distributed as dist
 import tpkernels
 from tests.support.ranked import on_ranks
 
-# NumPy has no bf16: its bits go over as int16.
-SHARED = (torch.float32, torch.float16, torch.float64)
+# NumPy does not support bf16: such tensors are viewed as int16.
+SHARED_DTYPES = (torch.float32, torch.float16, torch.float64)
 
 
-WAYS = (torch.Tensor.numpy, numpy.asarray, numpy.from_dlpack)
+CONVERSIONS = (torch.Tensor.numpy, numpy.asarray, numpy.from_dlpack)
 
 
 @on_ranks(2)
 def test_numpy_shares_symmetric_memory() -> list[str]:
-    """A rank writes through NumPy; its peers see it through an op that reads in place."""
+    """A rank writes through NumPy. Its peers read the values through an op that reads in place."""
     group = dist.new_group()
     rank, world, wrong = dist.get_rank(), dist.get_world_size(), []
-    for convert in WAYS:
-        way = convert.__name__
-        for dtype in SHARED:
+    for convert in CONVERSIONS:
+        conversion = convert.__name__
+        for dtype in SHARED_DTYPES:
             x = tpkernels.empty(5, 7, dtype=dtype, group=group)
             array = convert(x)
-            assert array.ctypes.data == x.data_ptr() and array.shape == (5, 7), (way, dtype)
+            assert array.ctypes.data == x.data_ptr() and array.shape == (5, 7), (conversion, dtype)
             if not array.flags.writeable:
-                wrong.append(f"{way} of {dtype} cannot be written")
+                wrong.append(f"{conversion} of {dtype} cannot be written")
                 continue
             array[:] = rank + 1
             seen = tpkernels.all_gather(x, group)
-            want = torch.arange(1, world + 1).repeat_interleave(5)[:, None].expand(-1, 7)
-            assert torch.equal(seen, want.to(dtype)), f"{way} of {dtype}: peers see other values"
+            expected = torch.arange(1, world + 1).repeat_interleave(5)[:, None].expand(-1, 7)
+            assert torch.equal(seen, expected.to(dtype)), (
+                f"{conversion} of {dtype}: peers see other values"
+            )
         half = tpkernels.empty(4, 4, dtype=torch.bfloat16, group=group)
-        assert convert(half.view(torch.int16)).ctypes.data == half.data_ptr(), way
+        assert convert(half.view(torch.int16)).ctypes.data == half.data_ptr(), conversion
     return wrong
 
 
 @on_ranks(2)
-def test_an_array_keeps_the_memory_and_goes_both_ways() -> None:
-    """The sum of an array that outlives its tensor; NumPy's memory as the input of an op; and a
-    symmetric tensor through DLPack and back."""
+def test_arrays_and_tensors_keep_memory_alive_in_both_directions() -> None:
+    """Sum an array that outlives its tensor, pass NumPy memory to an op, and convert a symmetric
+    tensor to NumPy and back."""
     group = dist.new_group()
     x = tpkernels.empty(1000, group=group).fill_(3)
     array = numpy.from_dlpack(x)
     del x
     gc.collect()
     tpkernels.empty(1000, group=group).fill_(9)
-    ours = numpy.full((3, 4), dist.get_rank() + 1, dtype=numpy.float32)
-    total = tpkernels.all_reduce(torch.from_dlpack(ours), group)
+    rank_values = numpy.full((3, 4), dist.get_rank() + 1, dtype=numpy.float32)
+    total = tpkernels.all_reduce(torch.from_dlpack(rank_values), group)
     x = tpkernels.empty(6, group=group)
     back = torch.from_dlpack(numpy.from_dlpack(x)).fill_(5)
-    there = back.data_ptr() == x.data_ptr() and bool((x == 5).all())
-    assert [float(array.sum()), bool((total == 3).all()), there] == [3000.0, True, True]
+    is_shared = back.data_ptr() == x.data_ptr() and bool((x == 5).all())
+    assert [float(array.sum()), bool((total == 3).all()), is_shared] == [3000.0, True, True]
 
 
 @pytest.mark.gpu(1)
 def test_cupy_shares_symmetric_memory() -> None:
-    """Memory as torch's symmetric memory makes it, on one GPU."""
+    """Memory from the symmetric-memory allocator of torch, on one GPU."""
     cupy = pytest.importorskip("cupy")
     import torch.distributed._symmetric_memory as symmetric
 

@@ -1,4 +1,4 @@
-"""How much memory the kernel says is free, read from files as kernels write them."""
+"""The free memory as the kernel reports it, read from files in the format of Linux."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ MIB = 1 << 20
 
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Files of a host with 8000 MiB free and no control group."""
+    """Create the files of a host with 8000 MiB free and no control group."""
     (tmp_path / "cgroup").mkdir()
     (tmp_path / "meminfo").write_text(
         f"MemTotal:       16000000 kB\nMemAvailable:   {8000 * 1024} kB\nBuffers: 7 kB\n"
     )
     (tmp_path / "self").write_text("0::/\n")
     monkeypatch.setattr(limits, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(limits, "_OWN_CGROUPS", tmp_path / "self")
+    monkeypatch.setattr(limits, "_PROCESS_CGROUPS", tmp_path / "self")
     monkeypatch.setattr(limits, "_CGROUPS", tmp_path / "cgroup")
     return tmp_path
 
 
 def unified(folder: Path, limit: object, used: int, cache: int = 0) -> None:
-    """A control group of version 2; sizes in MiB."""
+    """Write a control group of version 2; sizes in MiB."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = str(limit) if limit == "max" else str(int(str(limit)) * MIB)
-    (folder / "memory.max").write_text(f"{text}\n")
+    limit_bytes = str(limit) if limit == "max" else str(int(str(limit)) * MIB)
+    (folder / "memory.max").write_text(f"{limit_bytes}\n")
     (folder / "memory.current").write_text(f"{used * MIB}\n")
     (folder / "memory.stat").write_text(
         f"anon {(used - cache) * MIB}\nfile {(cache + 50) * MIB}\nshmem {50 * MIB}\n"
@@ -38,7 +38,7 @@ def unified(folder: Path, limit: object, used: int, cache: int = 0) -> None:
 
 
 def legacy(folder: Path, limit: int, used: int, cache: int = 0) -> None:
-    """A control group of version 1."""
+    """Write a control group of version 1; sizes in MiB."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "memory.limit_in_bytes").write_text(f"{limit * MIB}\n")
     (folder / "memory.usage_in_bytes").write_text(f"{used * MIB}\n")
@@ -48,7 +48,7 @@ def legacy(folder: Path, limit: int, used: int, cache: int = 0) -> None:
     )
 
 
-def test_without_a_limit_it_is_the_hosts(system: Path) -> None:
+def test_without_a_limit_the_host_memory_counts(system: Path) -> None:
     assert limits.available_bytes() == 8000 * MIB
     unified(system / "cgroup", "max", 9000)
     assert limits.available_bytes() == 8000 * MIB
@@ -71,15 +71,15 @@ def test_the_tightest_of_nested_groups_counts(system: Path) -> None:
     assert limits.available_bytes() == 400 * MIB
 
 
-def test_own_group_of_version_1(system: Path) -> None:
-    """When the hierarchy is not mounted at the container's own group."""
+def test_the_cgroup_of_the_process_in_version_1(system: Path) -> None:
+    """The hierarchy is mounted at the root, not at the control group of the container."""
     (system / "self").write_text("12:cpu,cpuacct:/docker/x\n9:memory:/docker/x\n1:name=systemd:/\n")
     legacy(system / "cgroup" / "memory", 1 << 40, 4000)
     legacy(system / "cgroup" / "memory" / "docker" / "x", 512, 500, cache=88)
     assert limits.available_bytes() == 100 * MIB
 
 
-def test_what_cannot_be_read_is_left_out(system: Path) -> None:
+def test_unreadable_files_are_ignored(system: Path) -> None:
     (system / "self").unlink()
     (system / "meminfo").unlink()
     assert limits.available_bytes() > 1 << 60
@@ -91,7 +91,7 @@ def test_what_cannot_be_read_is_left_out(system: Path) -> None:
 
 
 def test_the_message_gives_the_numbers(system: Path) -> None:
-    assert limits.short_of_memory(1000 * MIB, 8) is None
-    assert limits.short_of_memory(1001 * MIB, 8) == (
+    assert limits.find_memory_shortage(1000 * MIB, 8) is None
+    assert limits.find_memory_shortage(1001 * MIB, 8) == (
         "the ranks' shared memory needs 8 x 1001 MiB, but only 8000 MiB are free"
     )

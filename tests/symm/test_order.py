@@ -1,5 +1,5 @@
-"""One order for the calls of all groups on a device: a call waits for the last one of any group, if
-that was on another stream."""
+"""One order of calls per device for all groups: a call waits for the previous call of any group on
+a different stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tpkernels.symm.streams import DeviceOrder
 
 
 class Stream:
-    """Notes what is queued: "wait", "kernel" or "record", and whose."""
+    """Record the queued steps: ("wait", "kernel" or "record", group)."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[str, str]] = []
@@ -27,8 +27,8 @@ class Stream:
 
 
 @contextmanager
-def turn(order: DeviceOrder, group: str, stream: Any) -> Iterator[None]:
-    """A group's event has the group's name."""
+def ordered_call(order: DeviceOrder, group: str, stream: Any) -> Iterator[None]:
+    """Run a call of a group; its event is the group name."""
     event: Any = group
     order.begin(group, stream)
     try:
@@ -37,14 +37,16 @@ def turn(order: DeviceOrder, group: str, stream: Any) -> Iterator[None]:
         order.end(stream, event)
 
 
-def queued(calls: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
-    """What (group, stream) pairs queue on each stream, without the records."""
+def queued_steps(calls: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
+    """Return the steps on each stream, without the records, for calls given as (group, stream)."""
     order, streams = DeviceOrder(), {stream: Stream() for _, stream in calls}
     for group, stream in calls:
-        with turn(order, group, streams[stream]):
+        with ordered_call(order, group, streams[stream]):
             streams[stream].steps.append(("kernel", group))
     return {
-        name: [f"{action} {whose}" for action, whose in stream.steps if action != "record"]
+        name: [
+            f"{action} {group_name}" for action, group_name in stream.steps if action != "record"
+        ]
         for name, stream in streams.items()
     }
 
@@ -60,26 +62,30 @@ def queued(calls: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
         ),
     ],
 )
-def test_calls_are_one_chain(calls: list[tuple[str, str]], expected: dict[str, list[str]]) -> None:
-    """Without it, two groups on two streams come to a standstill. One stream needs no waits."""
-    assert queued(calls) == expected
+def test_calls_of_all_groups_form_a_chain(
+    calls: list[tuple[str, str]], expected: dict[str, list[str]]
+) -> None:
+    """Without the waits, two groups on two streams can deadlock. A single stream needs no waits."""
+    assert queued_steps(calls) == expected
 
 
-def test_a_call_that_raises_keeps_its_place() -> None:
-    """What it has queued by then may run."""
+def test_a_call_that_raises_stays_in_the_order() -> None:
+    """The kernels that it queued may still run, so the next call waits for them."""
     order, first, second = DeviceOrder(), Stream(), Stream()
-    with pytest.raises(KeyError), turn(order, "tp", first):
+    with pytest.raises(KeyError), ordered_call(order, "tp", first):
         raise KeyError
-    with turn(order, "ep", second):
+    with ordered_call(order, "ep", second):
         pass
     assert first.steps == [("record", "tp")]
     assert second.steps == [("wait", "tp"), ("record", "ep")]
 
 
 def test_a_timeout_names_the_groups_on_its_gpu() -> None:
-    def text(kind: int, groups: set[str]) -> str:
+    def error_message(kind: int, groups: set[str]) -> str:
         failure = (kind, 1, 2, 3)
         return str(kernel_error(failure, where="here", rank=0, timeout=1.0, groups=groups))
 
-    assert "Groups 'ep', 'tp' use this GPU" in text(TIMEOUT, {"tp", "ep"})
-    assert "use this GPU" not in text(TIMEOUT, {"tp"}) + text(MISMATCH, {"tp", "ep"})
+    assert "Groups 'ep', 'tp' use this GPU" in error_message(TIMEOUT, {"tp", "ep"})
+    assert "use this GPU" not in error_message(TIMEOUT, {"tp"}) + error_message(
+        MISMATCH, {"tp", "ep"}
+    )

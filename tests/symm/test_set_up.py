@@ -1,5 +1,5 @@
-"""The set-up of a group's shared memory: attempts that fail, strangers on the sockets, limits on
-descriptors."""
+"""Setup of the shared memory of a group: failed attempts, foreign processes on the sockets, limits
+on descriptors, and missing system calls."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ import torch.distributed as dist
 import tpkernels
 from tests.support import faults
 from tests.support.cases import RanksFixture
-from tests.support.faults import PATIENCE, PROMPT, Ending, shares_memory, together
-from tests.support.processes import output_of
+from tests.support.faults import PATIENCE, PROMPT, Ending, run_concurrently, shares_memory
+from tests.support.processes import python_output
 from tests.support.ranked import on_ranks
 from tests.support.tiers import sweep
 from tpkernels import _C, groups
@@ -37,12 +37,12 @@ WORLD = 3
 CLONE_NEWNET = 0x40000000
 
 
-# Ranks that fail unseen by the others.
+# Ranks that fail before their peers can observe it.
 
 
-def failing_job(where: str) -> tuple[Ending, Ending]:
-    """Rank 2 fails before it meets the others, or while they wait for a late rank."""
-    group, rank = faults.group_of(dist.new_group()), dist.get_rank()
+def setup_failure_job(where: str) -> tuple[Ending, Ending]:
+    """Rank 2 fails before it connects, or while its peers wait for a late rank."""
+    group, rank = faults.require_group(dist.new_group()), dist.get_rank()
 
     def fail(*_: Any, **__: Any) -> Any:
         time.sleep(0.1)
@@ -53,40 +53,42 @@ def failing_job(where: str) -> tuple[Ending, Ending]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             faults.disturb_later(0.3, signal.SIGINT)
         elif where == "reach":
-            colocation._why_not_reached = fail  # type: ignore[assignment]
+            colocation._find_connect_obstacle = fail  # type: ignore[assignment]
         else:
             rendezvous.connected = fail  # type: ignore[assignment]
     if rank == 3 and where == "interrupt":
-        time.sleep(1.5)  # so that all others wait
-    # In the interrupt, rank 3 waits in vain.
+        time.sleep(1.5)  # all other ranks are waiting by then
+    # With "interrupt", rank 3 arrives late and waits until the timeout.
     patience = PATIENCE / 4 if where == "interrupt" else PATIENCE
-    first = faults.ending_of(lambda: tpkernels.init(group, patience, faults.WORKSPACE_BYTES))
-    return first, faults.ending_of(lambda: faults.run_op("all_gather", group))
+    first = faults.record_ending(lambda: tpkernels.init(group, patience, faults.WORKSPACE_BYTES))
+    return first, faults.record_ending(lambda: faults.run_op("all_gather", group))
 
 
 @pytest.mark.parametrize("where", sweep(["connect", "interrupt", "reach"]))
-def test_a_rank_that_fails_in_the_first_set_up_notifies_the_others(where: str) -> None:
+def test_a_rank_that_fails_in_the_first_setup_notifies_all(where: str) -> None:
     with faults.watched_ranks(4) as ranks:
-        results = faults.values(faults.collect(ranks, failing_job, where))
+        results = faults.values(faults.collect(ranks, setup_failure_job, where))
     reason = "KeyboardInterrupt" if where == "interrupt" else "ArithmeticError"
     for rank, (first, then) in results.items():
         assert then.error == "GroupBrokenError", then
         if rank == 2:
             assert first.error == reason, first
-        elif (rank, where) != (3, "interrupt"):  # which came when it was all over
+        elif (rank, where) != (3, "interrupt"):  # rank 3 arrives after the failure
             assert first.error == "PeerLostError" and first.peer == 2, first
-            assert reason in first.text and "rank 2" in first.text, first
+            assert reason in first.message and "rank 2" in first.message, first
             assert first.seconds < 0.4 + PROMPT, first
 
 
-def arenas_of(world: int, timeout: float, part: Callable[[Participant], Any]) -> list[Any]:
-    """What ranks that are threads return or raise when each makes its ``part`` of an arena."""
+def run_participants(
+    world: int, timeout: float, run_member: Callable[[Participant], Any]
+) -> list[Any]:
+    """Run ``run_member`` for each participant in a thread. Return the results or exceptions."""
     store = dist.HashStore()
     members = [Participant(store, "group", rank, world, timeout) for rank in range(world)]
-    results = together([partial(part, member) for member in members])
-    for made in results:
-        if isinstance(made, rendezvous.MappedArena):
-            rendezvous.close_all(made.pidfds)
+    results = run_concurrently([partial(run_member, member) for member in members])
+    for result in results:
+        if isinstance(result, rendezvous.MappedArena):
+            rendezvous.close_all(result.pidfds)
     return results
 
 
@@ -94,42 +96,41 @@ def make_arena(participant: Participant) -> rendezvous.MappedArena:
     return rendezvous.make_arena(participant, "arena", 1 << 16, [(0, 4096)])
 
 
-def test_all_name_the_rank_that_does_not_connect() -> None:
-    """Rank 0 has told the others by itself when its connections close: nothing here breaks a
-    group."""
+def test_all_ranks_name_the_rank_that_does_not_connect() -> None:
+    """Rank 2 joins the exchange but never connects. Rank 0 notifies its peers before it closes its
+    connections, although no group is broken."""
 
-    def part(participant: Participant) -> Any:
+    def run_member(participant: Participant) -> Any:
         if participant.rank < 2:
             return make_arena(participant)
         return participant.exchange("arena", {"pid": os.getpid()})
 
-    first, second, _ = arenas_of(3, 1.0, part)
+    first, second, _ = run_participants(3, 1.0, run_member)
     for error in (first, second):
         assert isinstance(error, CollectiveTimeoutError) and error.peer == 2, error
 
 
 @pytest.mark.parametrize("late", [{1}, {0, 1, 2}])
-def test_a_rank_that_maps_late_is_the_one_that_is_named(
-    monkeypatch: pytest.MonkeyPatch, late: set[int]
-) -> None:
-    """The exchange of errors has time of its own: where all are late, all have an arena."""
-    usual = rendezvous._Arena._map
+def test_a_rank_that_maps_late_is_named(monkeypatch: pytest.MonkeyPatch, late: set[int]) -> None:
+    """A late rank is named. If all ranks are late, all get an arena, because the exchange of errors
+    has a separate timeout."""
+    map_memory = rendezvous._ArenaSetup._map
 
-    def slow(arena: rendezvous._Arena, memory: int) -> Any:
+    def map_slowly(arena: rendezvous._ArenaSetup, memory: int) -> Any:
         if arena.participant.rank in late:
             time.sleep(1.4)
-        return usual(arena, memory)
+        return map_memory(arena, memory)
 
-    monkeypatch.setattr(rendezvous._Arena, "_map", slow)
-    for made in arenas_of(3, 1.0, make_arena):
+    monkeypatch.setattr(rendezvous._ArenaSetup, "_map", map_slowly)
+    for result in run_participants(3, 1.0, make_arena):
         if len(late) == 3:
-            assert isinstance(made, rendezvous.MappedArena), made
+            assert isinstance(result, rendezvous.MappedArena), result
         else:
-            assert isinstance(made, CollectiveTimeoutError) and {made.peer} == late, made
+            assert isinstance(result, CollectiveTimeoutError) and {result.peer} == late, result
 
 
-def test_a_process_that_has_ended_is_lost_even_late() -> None:
-    arena = rendezvous._Arena(Participant(dist.HashStore(), "group", 0, 2, 5.0), 0, [], 0.0)
+def test_an_ended_process_is_detected_after_the_deadline() -> None:
+    arena = rendezvous._ArenaSetup(Participant(dist.HashStore(), "group", 0, 2, 5.0), 0, [], 0.0)
     with subprocess.Popen(["true"]) as process:
         pidfds = [_C.host.open_pidfd(os.getpid()), _C.host.open_pidfd(process.pid)]
         process.wait()
@@ -141,64 +142,64 @@ def test_a_process_that_has_ended_is_lost_even_late() -> None:
 
 def test_one_rank_needs_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "socket", None)
-    (made,) = arenas_of(1, 5.0, make_arena)
-    assert isinstance(made, rendezvous.MappedArena) and len(made.pidfds) == 1, made
+    (arena,) = run_participants(1, 5.0, make_arena)
+    assert isinstance(arena, rendezvous.MappedArena) and len(arena.pidfds) == 1, arena
 
 
-def test_the_ranks_before_share_the_time_to_reach_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[float] = []
+def test_probes_of_lower_ranks_share_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeouts: list[float] = []
 
-    def unreached(_: str | None, seconds: float) -> str:
-        given.append(seconds)
+    def probe_slowly(_: str | None, seconds: float) -> str:
+        timeouts.append(seconds)
         time.sleep(0.2)
         return "is apart"
 
-    monkeypatch.setattr(colocation, "_why_not_reached", unreached)
-    for found in arenas_of(3, 5.0, lambda rank: colocation.probe_colocation(rank, {})):
-        assert found.leaders == [0, 1, 2], found
-    assert len(given) == 3 and min(given) <= 4.8, given
+    monkeypatch.setattr(colocation, "_find_connect_obstacle", probe_slowly)
+    for result in run_participants(3, 5.0, lambda rank: colocation.probe_colocation(rank, {})):
+        assert result.leaders == [0, 1, 2], result
+    assert len(timeouts) == 3 and min(timeouts) <= 4.8, timeouts
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @on_ranks(WORLD)
 def test_the_effective_user_counts() -> None:
-    """Ranks whose effective user is not their real user."""
-    group = faults.group_of(dist.new_group())
+    """The effective user of the ranks differs from the real user. The ranks share memory."""
+    group = faults.require_group(dist.new_group())
     os.seteuid(65534)
     try:
         tpkernels.init(group, 6.0, faults.WORKSPACE_BYTES)
     finally:
         os.seteuid(0)
-    assert groups.get(group.group_name).why_not_shared is None
+    assert groups.get(group.group_name).unshared_reason is None
 
 
 @on_ranks(WORLD)
-def test_an_error_whose_text_cannot_be_encoded_is_reported() -> None:
-    """Rank 0 leaves with an error whose text cannot be encoded; file names may be like that."""
+def test_an_error_with_an_unencodable_message_is_reported() -> None:
+    """Rank 0 fails with a message that UTF-8 cannot encode, as with some file names."""
     group = faults.new_group()
     if dist.get_rank() == 0:
         with contextlib.suppress(OSError), groups.breaking_on_error(group.group_name):
             raise OSError("no file \udcff")
-    ending = faults.ending_of(lambda: faults.run_op("all_gather", group))
+    ending = faults.record_ending(lambda: faults.run_op("all_gather", group))
     assert ending.error == ("PeerLostError" if dist.get_rank() else "GroupBrokenError"), ending
     if dist.get_rank():
-        assert "OSError: no file \\udcff" in ending.text and ending.seconds < PROMPT, ending
+        assert "OSError: no file \\udcff" in ending.message and ending.seconds < PROMPT, ending
 
 
 # Which ranks share memory.
 
 
-def apart_job(how: str) -> tuple[bool, Ending] | str:
-    """One rank lets the others reach neither its sockets nor its memory."""
-    group = faults.group_of(dist.new_group())
+def unreachable_job(how: str) -> tuple[bool, Ending] | str:
+    """The sockets or the memory of one rank are out of reach for its peers."""
+    group = faults.require_group(dist.new_group())
     unshare = ctypes.CDLL(None, use_errno=True).unshare
-    # Once the ranks are connected: the same boot ID, the same machine.
+    # Applied after the ranks are connected. They still have the same boot ID.
     if how == "namespace" and group.rank() == 1 and unshare(CLONE_NEWNET):
         return os.strerror(ctypes.get_errno())
     if how == "user" and group.rank() == 2:
         os.setresuid(65534, 65534, 0)
     tpkernels.init(group, faults.PATIENCE, faults.WORKSPACE_BYTES)
-    ending = faults.ending_of(lambda: faults.run_op("matmul_all_reduce", group))
+    ending = faults.record_ending(lambda: faults.run_op("matmul_all_reduce", group))
     if how == "user":
         os.setresuid(0, 0, 0)
     return groups.get(group.group_name).shared_memory, ending
@@ -206,16 +207,16 @@ def apart_job(how: str) -> tuple[bool, Ending] | str:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can leave a namespace or become another")
 @pytest.mark.parametrize("how", ["namespace", "user"])
-def test_ranks_that_do_not_reach_each_other_share_no_memory(how: str) -> None:
+def test_unreachable_ranks_share_no_memory(how: str) -> None:
     with faults.watched_ranks(3) as ranks:
-        outcomes = faults.collect(ranks, apart_job, how)
+        outcomes = faults.collect(ranks, unreachable_job, how)
         if isinstance(outcomes[1].value, str):
             pytest.skip(f"cannot make a network namespace: {outcomes[1].value}")
         for shared, ending in faults.values(outcomes).values():
             assert not shared and not ending.error, ending
 
 
-# Strangers.
+# Foreign processes.
 
 _FLOOD = """
 import os, pathlib, socket, sys, time
@@ -243,43 +244,41 @@ while time.monotonic() < end:
 
 
 @contextlib.contextmanager
-def flood(who: str) -> Iterator[None]:
-    """A process that connects to all our sockets, as often as it can."""
+def flood_sockets(who: str) -> Iterator[None]:
+    """Run a process that connects to all our sockets as often as possible."""
     command = [sys.executable, "-c", _FLOOD, who]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stranger:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert stranger.stdout is not None and stranger.stdout.readline() == "ready\n"
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
             yield
         finally:
-            stranger.kill()
+            process.kill()
 
 
-def flooded_job(count: int) -> list[bool]:
+def repeated_setup_job(count: int) -> list[bool]:
     warnings.simplefilter("ignore")
-    made = []
+    shared = []
     for _ in range(count):
         group = faults.new_group()
         faults.run_op("all_gather", group)
-        made.append(shares_memory(group))
+        shared.append(shares_memory(group))
         dist.destroy_process_group(group)
-    return made
+    return shared
 
 
 @pytest.mark.parametrize("who", sweep(["other user", "wrong token", "same user"], 2))
-def test_strangers_on_the_sockets_do_not_prevent_shared_memory(
-    ranks: RanksFixture, who: str
-) -> None:
+def test_foreign_connections_do_not_prevent_shared_memory(ranks: RanksFixture, who: str) -> None:
     if who == "other user" and os.getuid() != 0:
         pytest.skip("only root can become another user")
     pool = ranks(2)
-    with flood(who):
-        for shared in pool.run(flooded_job, 5, timeout=100):
+    with flood_sockets(who):
+        for shared in pool.run(repeated_setup_job, 5, timeout=100):
             assert all(shared), shared
 
 
 def impostor_job(what: str) -> Ending:
-    """Rank 0, or the memory that it hands over, is not what it should be."""
-    group = faults.group_of(dist.new_group())
+    """The user of rank 0 or the memory that it sends is not the expected one."""
+    group = faults.require_group(dist.new_group())
 
     def unsealed(arena: Any) -> tuple[int, None]:
         memory = _C.host.open_memfd("unsealed")
@@ -288,30 +287,30 @@ def impostor_job(what: str) -> Ending:
 
     with pytest.MonkeyPatch.context() as patch:
         if what == "user" and group.rank() == 1:
-            patch.setattr(rendezvous, "user_of", lambda _: 4321)
+            patch.setattr(rendezvous, "get_peer_user", lambda _: 4321)
         if what == "memory" and group.rank() == 0:
-            patch.setattr(rendezvous._Arena, "_create", unsealed)
-        return faults.ending_of(lambda: tpkernels.init(group, PATIENCE, faults.WORKSPACE_BYTES))
+            patch.setattr(rendezvous._ArenaSetup, "_create", unsealed)
+        return faults.record_ending(lambda: tpkernels.init(group, PATIENCE, faults.WORKSPACE_BYTES))
 
 
 def test_rank_0_must_be_of_the_same_user(ranks: RanksFixture) -> None:
     first, second = ranks(2).run(impostor_job, "user")
-    assert "the process on the socket of rank 0 runs as user 4321" in second.text, second
+    assert "the process on the socket of rank 0 runs as user 4321" in second.message, second
     assert first.error == second.error == "PeerLostError", first
     assert max(first.seconds, second.seconds) < PROMPT, first
 
 
 def test_the_size_of_memory_must_be_sealed(ranks: RanksFixture) -> None:
     for ending in ranks(2).run(impostor_job, "memory"):
-        assert ending.error == "MemoryError" and "is not sealed" in ending.text, ending
+        assert ending.error == "MemoryError" and "is not sealed" in ending.message, ending
 
 
 # Descriptors.
 
 
-def few_descriptors_job(poor: int, room: int) -> tuple[Ending, bool, list[str], Ending]:
-    """A rank may open ``room`` more descriptors during the set-up of a group."""
-    group = faults.group_of(dist.new_group())
+def few_descriptors_job(poor: int, num_free: int) -> tuple[Ending, bool, list[str], Ending]:
+    """One rank may open only ``num_free`` more descriptors during setup."""
+    group = faults.require_group(dist.new_group())
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     fillers: list[int] = []
     if group.rank() == poor:
@@ -320,54 +319,58 @@ def few_descriptors_job(poor: int, room: int) -> tuple[Ending, bool, list[str], 
         with contextlib.suppress(OSError):
             while True:
                 fillers.append(os.dup(0))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1 + room, limits[1]))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1 + num_free, limits[1]))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        first = faults.ending_of(lambda: tpkernels.init(group, PATIENCE, faults.WORKSPACE_BYTES))
+        first = faults.record_ending(
+            lambda: tpkernels.init(group, PATIENCE, faults.WORKSPACE_BYTES)
+        )
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     for filler in fillers:
         os.close(filler)
-    other = faults.new_group()
-    last = faults.ending_of(lambda: faults.run_op("all_gather", other))
-    return first, shares_memory(group), [str(one.message) for one in caught], last
+    other_group = faults.new_group()
+    last = faults.record_ending(lambda: faults.run_op("all_gather", other_group))
+    return first, shares_memory(group), [str(warning.message) for warning in caught], last
 
 
 @pytest.mark.parametrize("poor", sweep([2, 0]))
-def test_a_limit_on_descriptors_reaches_all(poor: int) -> None:
-    """However few there are: an error that says so, or a warning and no shared memory; never an
-    error that other ranks notice late."""
+def test_a_limit_on_descriptors_is_reported_on_all_ranks(poor: int) -> None:
+    """For every number of free descriptors the ranks get a prompt error that names the cause, or a
+    warning and no shared memory."""
     seen = set()
     with faults.watched_ranks(WORLD) as ranks:
-        for room in range(14):
-            results = faults.values(faults.collect(ranks, few_descriptors_job, poor, room))
+        for num_free in range(14):
+            results = faults.values(faults.collect(ranks, few_descriptors_job, poor, num_free))
             if all(shared for _, shared, _, _ in results.values()):
                 break
             failed = results[poor][0].error
             for rank, (first, shared, _, last) in results.items():
-                where = (room, rank, first)
-                assert not last.error and not shared, (where, last)
-                assert first.seconds < 2 * PROMPT, where
+                context = (num_free, rank, first)
+                assert not last.error and not shared, (context, last)
+                assert first.seconds < 2 * PROMPT, context
                 allowed = {"MemoryError", "OSError"} if rank == poor else {"MemoryError"}
                 allowed |= {"PeerLostError"} if rank != poor and failed == "OSError" else set()
-                assert first.error in allowed if failed else not first.error, where
-            texts = [results[poor][0].text] if failed else results[0][2]
-            assert any("descriptors" in one or "open files" in one for one in texts), (room, texts)
+                assert first.error in allowed if failed else not first.error, context
+            messages = [results[poor][0].message] if failed else results[0][2]
+            assert any(
+                "descriptors" in message or "open files" in message for message in messages
+            ), (num_free, messages)
             seen.add(failed or "warning")
         else:
             pytest.fail(f"14 descriptors are not enough: {results}")
-    assert room > 3 and len(seen) > 1, (room, seen)
+    assert num_free > 3 and len(seen) > 1, (num_free, seen)
 
 
-# Kernels and filters that refuse a system call; Pythons that lack the functions for one.
+# Kernels and seccomp filters that refuse a system call; Python builds without its wrapper.
 
 
 WRAPPERS = ("pidfd_open", "memfd_create", "MFD_CLOEXEC")
 
 
 def unsupported_job(call: str, rank: int, refusal: int) -> tuple[bool, list[str], Ending, str]:
-    """One rank has a kernel without a system call, or a filter that forbids it."""
-    group = faults.group_of(dist.new_group())
-    open_it = getattr(_C.host, call)
+    """On one rank a system call is missing or forbidden by a filter."""
+    group = faults.require_group(dist.new_group())
+    open_descriptor = getattr(_C.host, call)
 
     def refuse(*_: Any) -> int:
         raise OSError(refusal, os.strerror(refusal))
@@ -378,11 +381,11 @@ def unsupported_job(call: str, rank: int, refusal: int) -> tuple[bool, list[str]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             tpkernels.init(group, 5.0, faults.WORKSPACE_BYTES)
-            ending = faults.ending_of(lambda: faults.run_op("matmul_reduce_scatter", group))
-            refused = faults.ending_of(lambda: tpkernels.empty(4, group=group)).text
+            ending = faults.record_ending(lambda: faults.run_op("matmul_reduce_scatter", group))
+            refused = faults.record_ending(lambda: tpkernels.empty(4, group=group)).message
     finally:
-        setattr(_C.host, call, open_it)
-    return shares_memory(group), [str(one.message) for one in caught], ending, refused
+        setattr(_C.host, call, open_descriptor)
+    return shares_memory(group), [str(warning.message) for warning in caught], ending, refused
 
 
 @pytest.mark.parametrize("call", ["open_memfd", "open_pidfd"])
@@ -391,17 +394,19 @@ def test_ranks_without_a_system_call_use_the_process_group(
     ranks: RanksFixture, call: str, rank: int, refusal: int
 ) -> None:
     name = call.replace("open_pidfd", "pidfd_open").replace("open_memfd", "memfd_create")
-    for at, (shared, caught, ending, refused) in enumerate(
+    for index, (shared, caught, ending, refused) in enumerate(
         ranks(2).run(unsupported_job, call, rank, refusal)
     ):
         assert not shared and not ending.error, ending
-        why = f"rank {rank} cannot share memory: {name}: {os.strerror(refusal)}"
-        assert why in refused, refused
-        assert len(caught) == (at == 0), caught  # rank 0 alone warns
-        assert all("the ranks are on one machine" in one and why in one for one in caught)
+        reason = f"rank {rank} cannot share memory: {name}: {os.strerror(refusal)}"
+        assert reason in refused, refused
+        assert len(caught) == (index == 0), caught  # only rank 0 warns
+        assert all(
+            "the ranks are on one machine" in message and reason in message for message in caught
+        )
 
 
-def without_job() -> bool:
+def missing_wrappers_job() -> bool:
     with pytest.MonkeyPatch.context() as patch:
         for name in WRAPPERS:
             patch.delattr(os, name, raising=False)
@@ -410,18 +415,18 @@ def without_job() -> bool:
         return shares_memory(group)
 
 
-def test_a_python_without_the_functions_works_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Conda's Python, and those built for old systems."""
+def test_a_python_without_the_wrappers_shares_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Python of conda lacks the wrappers, as do builds for old systems."""
     for name in WRAPPERS:
         monkeypatch.delattr(os, name, raising=False)
     with Ranks(2) as ranks:
-        assert ranks.run(without_job) == [True, True]
+        assert ranks.run(missing_wrappers_job) == [True, True]
 
 
 @pytest.mark.thorough
-def test_the_import_needs_none_of_the_functions() -> None:
+def test_the_import_needs_no_wrappers() -> None:
     remove = f"import os; [vars(os).pop(name, None) for name in {WRAPPERS}]; import tpkernels"
-    output_of("-c", remove)
+    python_output("-c", remove)
 
 
 def test_one_rank_needs_no_system_call(ranks: RanksFixture) -> None:

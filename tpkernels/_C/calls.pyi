@@ -5,7 +5,7 @@ import torch
 
 from tpkernels._C.host import Channel, Segments, ShardLayout
 
-# What needs tensors: csrc/calls. Only here does the extension import torch, when it is first used.
+# Bindings of csrc/calls, the functions on tensors. Only they import torch, at the first use.
 
 class Collective:
     def __init__(
@@ -13,10 +13,10 @@ class Collective:
         channel: Channel,
         segments: Segments,
         signature: int,
-        text: str,
+        description: str,
         name: str,
         layout: ShardLayout = ...,
-        taken: ShardLayout = ...,
+        out_layout: ShardLayout = ...,
         largest: int = 0,
     ) -> None: ...
     def run(
@@ -38,16 +38,16 @@ def weigh_rows(
 
 class Routing:
     def __init__(
-        self, experts: torch.Tensor, tokens: Sequence[int], held: Sequence[int]
+        self, experts: torch.Tensor, tokens: Sequence[int], experts_per_rank: Sequence[int]
     ) -> None: ...
     @property
     def counts(self) -> list[int]: ...
     @property
     def rows(self) -> list[int]: ...
 
-class Bound: ...
+class BoundCall: ...
 
-class Direct(Bound):
+class Direct(BoundCall):
     def __init__(
         self,
         collective: Collective,
@@ -63,12 +63,12 @@ class Direct(Bound):
 
 class Alarm:
     def __init__(self) -> None: ...
-    def watch(self, word: int) -> None: ...
-    def unwatch(self, word: int) -> None: ...
-    def rings(self) -> bool: ...
+    def watch(self, flag: int) -> None: ...
+    def unwatch(self, flag: int) -> None: ...
+    def is_set(self) -> bool: ...
     raised: bool
 
-class PythonCall(Bound):
+class PythonCall(BoundCall):
     def __init__(
         self,
         arguments: Arguments,
@@ -84,11 +84,11 @@ class Lock:
     def __enter__(self) -> bool: ...
     def __exit__(self, *args: object) -> None: ...
 
-class Turns:
+class GroupCalls:
     def __init__(self) -> None: ...
-    def admit(self, name: str, group: Callable[[], object]) -> None: ...
-    def retire(self) -> None: ...
-    def forget_calls(self) -> None: ...
+    def register_group(self, name: str, group: Callable[[], object]) -> None: ...
+    def unregister(self) -> None: ...
+    def clear_planned_calls(self) -> None: ...
     def planned_calls(self) -> list[Any]: ...
     @property
     def generation(self) -> int: ...
@@ -102,10 +102,10 @@ class Arguments:
     def __init__(
         self,
         op: str,
-        described: Sequence[tuple[str, bool, Any, bool, bool]],
+        specs: Sequence[tuple[str, bool, Any, bool, bool]],
         cls: Callable[..., Any],
     ) -> None: ...
-    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def to_named_tuple(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
 
@@ -119,7 +119,7 @@ def multiply(
     w: torch.Tensor,
     out: torch.Tensor,
     bias: torch.Tensor | None,
-    whole_shape: tuple[int, int],
+    full_shape: tuple[int, int],
 ) -> bool: ...
 def grouped_multiply(
     x: torch.Tensor, w: torch.Tensor, counts: torch.Tensor, out: torch.Tensor
@@ -129,7 +129,7 @@ def make_kernel(
     arguments: Arguments,
     plan: Callable[..., Any],
     run: Callable[..., Any],
-    failed: Callable[..., Any],
+    on_failure: Callable[..., Any],
     check: Callable[..., Any] | None = None,
     overwrites: bool = False,
 ) -> Callable[..., Any]: ...
@@ -138,5 +138,5 @@ def make_entry(
     op: Callable[..., Any],
     record: Callable[[Any], Any],
     custom: Callable[[Any], Any] | None,
-    detour: Callable[..., Any] | None = None,
+    dispatched_op: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]: ...

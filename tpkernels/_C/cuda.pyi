@@ -3,7 +3,7 @@ from collections.abc import Sequence
 # Memory and streams are passed as integers.
 
 MAX_WORLD: int
-MOST_RESULTS: int
+MAX_RESULTS: int
 
 class Space:
     def __init__(
@@ -15,8 +15,8 @@ class Space:
         world: int,
         signature: int,
         timeout_ns: int,
-        words: int,
-        buffers_at: int,
+        signals: int,
+        buffers_offset: int,
         buffer_stride: int,
         seed: int,
         chaos: int,
@@ -45,7 +45,7 @@ class AllReduce:
         epilogue: Epilogue,
         segment: int,
         slot_bytes: int,
-        results_at: int,
+        results_offset: int,
         /,
     ) -> None: ...
 
@@ -75,13 +75,13 @@ class Routed:
         self,
         x: int,
         out: int,
-        order: int,
-        places: int,
+        permutation: int,
+        inverse_permutation: int,
         weights: int,
-        rows: int,
-        tokens: int,
+        rank_offsets: int,
+        token_offsets: int,
         k: int,
-        most: int,
+        max_rows: int,
         row: int,
         dtype: int,
         /,
@@ -100,7 +100,7 @@ class SumPartials:
     ) -> None: ...
 
 class Litmus:
-    def __init__(self, found: int, records: int, round: int, nbytes: int, /) -> None: ...
+    def __init__(self, report: int, records: int, round: int, nbytes: int, /) -> None: ...
 
 class Signal:
     def __init__(self, rank: int, index: int, /) -> None: ...
@@ -111,9 +111,9 @@ class Results:
 class Kernels:
     def __init__(self, device: int, image: bytes | None) -> None: ...
     def copy(self, stream: int, dst: int, src: int, nbytes: int) -> None: ...
-    def raise_flag(self, stream: int, space: Space, index: int, captured: bool) -> None: ...
+    def set_flag(self, stream: int, space: Space, index: int, captured: bool) -> None: ...
     def streams_write(self) -> bool: ...
-    # Queue a kernel of csrc/cuda/kernels.h.
+    # Launches a kernel of csrc/cuda/kernels.h.
     def launch(
         self,
         name: str,

@@ -1,1 +1,1 @@
-"""How a planned call is carried out: one file per algorithm, with one function per op."""
+"""Execution of planned calls: one file per algorithm, one function per family of ops."""

@@ -1,4 +1,4 @@
-"""Where a planned call runs: one table (op, algorithm) -> function per device type."""
+"""Dispatch of planned calls: one table (op, algorithm) -> function per device type."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ import torch
 
 from tpkernels import cuda, kernels
 from tpkernels.algorithms import fused, hierarchical, multimem, ring, unfused
+from tpkernels.algorithms.chunks import GatherOutputs
 from tpkernels.algorithms.direct import cpu as direct
 from tpkernels.algorithms.direct import cuda as direct_cuda
-from tpkernels.algorithms.parts import Products
 from tpkernels.algorithms.pipelined import cpu as pipelined
 from tpkernels.algorithms.pipelined import cuda as pipelined_cuda
-from tpkernels.algorithms.point_to_point import hang_up
-from tpkernels.algorithms.reduction import normalising
-from tpkernels.errors import HARMLESS, TpkernelsError
+from tpkernels.algorithms.point_to_point import close_connections
+from tpkernels.algorithms.reduction import with_rms_norm
+from tpkernels.errors import RECOVERABLE, TpkernelsError
 from tpkernels.groups.call import Call
-from tpkernels.local.ranges import profiling, recorded_waits
+from tpkernels.local.ranges import profiling, record_waits
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.choose import Plan
 from tpkernels.planning.op_spec import OPS, OpSpec
 from tpkernels.planning.problem import Problem
 
 
-class WithInput(Protocol):
-    """The arguments that every op has."""
+class HasInput(Protocol):
+    """Arguments of an op: every op has an input x."""
 
     @property
     def x(self) -> torch.Tensor: ...
 
 
-Given = TypeVar("Given", bound=WithInput)
+Args = TypeVar("Args", bound=HasInput)
 Result = TypeVar("Result")
-Routed: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # rows, and how many each expert has
+DispatchResult: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # rows, and rows per expert
 
 
-class Functions(NamedTuple):
-    """What an algorithm has for the families of ops; None: nothing."""
+class OpFunctions(NamedTuple):
+    """Functions of an algorithm, one per family of ops. None: the family is not supported."""
 
-    gather: Callable[[Call, torch.Tensor, Products], None]
+    gather: Callable[[Call, torch.Tensor, GatherOutputs], None]
     reduce: Callable[..., None]
     exchange: Callable[[Call, torch.Tensor, torch.Tensor], None] | None = None
-    dispatch: Callable[[Call, torch.Tensor, torch.Tensor], Routed] | None = None
+    dispatch: Callable[[Call, torch.Tensor, torch.Tensor], DispatchResult] | None = None
     combine: Callable[..., None] | None = None
     reduce_and_normalise: Callable[..., torch.Tensor] | None = None
 
-    def of(self, spec: OpSpec) -> Callable[..., Any] | None:
-        """Return what carries an op out."""
+    def select(self, spec: OpSpec) -> Callable[..., Any] | None:
+        """Return the function for an op, or None if the algorithm does not support it."""
         if spec.routed:
             return self.dispatch if spec.dispatches else self.combine
         if spec.gathers:
@@ -57,32 +57,32 @@ class Functions(NamedTuple):
         if spec.exchanges:
             return self.exchange
         if spec.normed:
-            return self.reduce_and_normalise or normalising(self.reduce)
+            return self.reduce_and_normalise or with_rms_norm(self.reduce)
         return self.reduce
 
 
-def _table(**algorithms: Functions) -> dict[tuple[str, str], Callable[..., Any]]:
+def _table(**algorithms: OpFunctions) -> dict[tuple[str, str], Callable[..., Any]]:
     return {
         (op, name): function
         for name, functions in algorithms.items()
         for op, spec in OPS.items()
-        if (function := functions.of(spec)) is not None
+        if (function := functions.select(spec)) is not None
         and (spec.has_matmul or not ALGORITHMS[name].overlaps_matmul)
         and not (spec.scaled and ALGORITHMS[name].plain_weights)
     }
 
 
-_ANYWHERE = {
-    "unfused": Functions(
+_PORTABLE = {
+    "unfused": OpFunctions(
         unfused.gather, unfused.reduce, unfused.exchange, unfused.dispatch, unfused.combine
     ),
-    "ring": Functions(ring.gather, ring.reduce, ring.exchange),
-    "fused": Functions(fused.gather, fused.reduce),
+    "ring": OpFunctions(ring.gather, ring.reduce, ring.exchange),
+    "fused": OpFunctions(fused.gather, fused.reduce),
 }
 TABLES = {
     "cpu": _table(
-        **_ANYWHERE,
-        direct=Functions(
+        **_PORTABLE,
+        direct=OpFunctions(
             direct.gather,
             direct.reduce,
             direct.exchange,
@@ -90,12 +90,12 @@ TABLES = {
             direct.combine,
             direct.reduce_and_normalise,
         ),
-        pipelined=Functions(pipelined.gather, pipelined.reduce),
-        hierarchical=Functions(hierarchical.gather, hierarchical.reduce),
+        pipelined=OpFunctions(pipelined.gather, pipelined.reduce),
+        hierarchical=OpFunctions(hierarchical.gather, hierarchical.reduce),
     ),
     "cuda": _table(
-        **_ANYWHERE,
-        direct=Functions(
+        **_PORTABLE,
+        direct=OpFunctions(
             direct_cuda.gather,
             direct_cuda.reduce,
             None,
@@ -103,22 +103,29 @@ TABLES = {
             direct_cuda.combine,
             direct_cuda.reduce_and_normalise,
         ),
-        multimem=Functions(multimem.gather, multimem.reduce),
-        pipelined=Functions(pipelined_cuda.gather, pipelined_cuda.reduce),
+        multimem=OpFunctions(multimem.gather, multimem.reduce),
+        pipelined=OpFunctions(pipelined_cuda.gather, pipelined_cuda.reduce),
     ),
 }
 
 
 def unsupported(algorithm: str, device: str, tensor_device: torch.device) -> str | None:
-    """Return why the kernels of an algorithm cannot run on tensors of a device type; None: they
-    can, or the algorithm has none. ``tensor_device`` is this process's device of that type."""
+    """Return the reason why the kernels of an algorithm cannot run on a device type.
+
+    Args:
+        device: device type of the tensors.
+        tensor_device: device of that type in this process.
+
+    Returns:
+        The reason, or None if the kernels can run or the algorithm has no kernels.
+    """
     match ALGORITHMS[algorithm].kernels.get(device):
         case "Triton":
             return kernels.unsupported(device)
         case "CUDA":
             return cuda.unsupported(tensor_device)
         case "multicast":
-            return cuda.unsupported(tensor_device) or cuda.without_multicast(tensor_device)
+            return cuda.unsupported(tensor_device) or cuda.multicast_unsupported(tensor_device)
     return None
 
 
@@ -127,44 +134,45 @@ def implementation(problem: Problem, plan: Plan) -> Callable[..., Any]:
     return TABLES[problem.device][problem.op, plan.algorithm]
 
 
-def failed(call: Call, error: BaseException) -> None:
-    """Break the group of a call that ends in an error, and tell the peers, unless the error is
-    `HARMLESS`."""
-    if not isinstance(error, HARMLESS):
+def handle_error(call: Call, error: BaseException) -> None:
+    """Break the group after an error in a call and notify the peers, unless it is `RECOVERABLE`."""
+    if not isinstance(error, RECOVERABLE):
         call.group.mark_broken(error)
-        hang_up(call, error)
+        close_connections(call, error)
 
 
 def run(
-    call: Call, plan: Callable[[], Call], execute: Callable[[Call, Given], Result], given: Given
+    call: Call, replan: Callable[[], Call], execute: Callable[[Call, Args], Result], args: Args
 ) -> Result:
-    """Run ``execute(call, given)``, with a new ``plan()`` if the group has forgotten the call
-    while it waited for its turn. Calls on one group run one after another. Everything an op does
-    after its arguments are checked belongs inside: an error there, such as no memory for a result,
-    breaks the group and is reported to the peers that wait for this rank.
+    """Run ``execute(call, args)`` under the group lock.
+
+    If the group dropped the plan while this call waited for the lock, ``replan()`` provides a
+    new call. All work after the argument checks belongs inside ``execute``. An error there, such
+    as a failed allocation of a result, breaks the group and is reported to the peers that wait
+    for this rank.
     """
     group = call.group
     try:
         with group.lock:
             group.check_usable()
             if call.problem.device == "cuda":
-                group.forget_stale_calls(call.problem, given.x.device)
+                group.clear_stale_calls(call.problem, args.x.device)
             if call.generation != group.generation:
-                call = plan()
+                call = replan()
             try:
                 group.in_call = True
                 if call.problem.device == "cuda":
-                    group.check_kernels(call.plan.text)
-                with recorded_waits(group.local_workspace) if profiling() else nullcontext():
-                    result = execute(call, given)
+                    group.check_kernels(call.plan.description)
+                with record_waits(group.local_workspace) if profiling() else nullcontext():
+                    result = execute(call, args)
             except BaseException as error:
-                failed(call, error)
+                handle_error(call, error)
                 raise
             finally:
                 group.in_call = False
-    except (TpkernelsError, *HARMLESS):
+    except (TpkernelsError, *RECOVERABLE):
         raise
-    except BaseException as error:  # also of a signal handler, in the wait for the turn
+    except BaseException as error:  # includes signal handlers during the wait for the lock
         group.break_between_calls(error)
         raise
     if group.notices:

@@ -1,36 +1,39 @@
-"""Two levels for groups that span hosts: within a host, and between hosts.
+"""``hierarchical``: collectives in two levels, within a host and between hosts.
 
-all_gather             Each rank sends its shard to one rank of every other host. Meanwhile the
-                       ranks of a host see each other's shards, then those that have arrived.
-all_gather_matmul      The same; each shard is multiplied as soon as it is there, on CPUs where it
-                       lies.
-reduce_scatter         A running sum for each rank goes from host to host. Each host adds its
-                       partials. Where that is fewer bytes, partials travel instead.
-matmul_reduce_scatter  The same; partials that travel are multiplied first.
+all_gather             Each rank sends its shard to one rank of every remote host. Meanwhile the
+                       ranks of a host share their shards, then the shards that have arrived.
+all_gather_matmul      An all_gather that multiplies each shard as soon as it is visible, on CPUs in
+                       place.
+reduce_scatter         A running sum per rank moves from host to host, and each host adds its
+                       partial sums. If partial sums need fewer bytes, they are sent instead.
+matmul_reduce_scatter  A reduce_scatter that first computes the partial sums that are sent.
 all_reduce, matmul_all_reduce   A reduce-scatter of the elements or rows, then an all-gather.
 
-A shard crosses the link of a host once, not once for each rank of the host, and a sum crosses it
-instead of a partial from each rank. `Route` says who sends what, and why that gives the same bits
-as the other algorithms. The ranks of a host share memory, and messages go between hosts.
+A shard crosses the link of a host once, not once for each rank of the host. A running sum crosses
+it instead of one partial sum per rank. `HostRoute` defines the messages of a reduction.
+`plan_routes` explains why results are bitwise identical to all other algorithms.
 
-Within a host: a rank shows its shard in its buffer of the node's workspace. For a sum it writes its
-partials there, one slot for each rank of the host. Those ranks add them to the running sums from
-the host before, each for the owners that it deals with. Sums travel in fp32, and their owner rounds
-them once.
+Within a host: ranks share memory, and a rank copies its shard to its buffer in the node workspace.
+For a reduction it writes its partial sums there, one slot for each rank of the host. For each owner
+that a rank leads, it adds the slots of its host to the running sum of the previous host. Running
+sums are in fp32, and their owner rounds them once.
 
-Sync: every call begins with greetings (point_to_point.py), as without shared memory, and
-is one or more calls of the node's channel, its steps. In each, every rank waits for a word of every
-peer, with or without data, so the channel's proof holds (csrc/host/channel.h). Messages travel
-between the ranks' own memory, never to or from the node's workspace. So the proof holds whatever
-the other hosts do.
+Sync: every call starts with a handshake (point_to_point.py), as without shared memory. A call
+consists of one or more epochs of the node channel. In each epoch every rank waits for a signal from
+every peer on its host, with or without data. So the invariants of csrc/host/channel.h hold.
+Messages read and write local memory, never the node workspace, so the invariants do not depend on
+remote hosts.
 
-Why nobody waits in a circle: every host deals with the routes in the same order, and within a route
-the sum goes from a host to one behind it. So a step waits only for steps of earlier routes, and for
-those of the same route on earlier hosts. Partials that travel were sent before the first step. The
-sum that returns to its owner is waited for after the last.
+Invariant 1 (no deadlock): an epoch waits only for epochs of earlier routes, and for epochs of the
+current route on earlier hosts.
+- All hosts process the routes in the same order.
+- Along a route the running sum moves to hosts with higher numbers.
+- Partial sums that are sent as they are leave before the first epoch.
+- A sum that returns to its owner is awaited after the last epoch.
 
-Why messages are not confused: those between two ranks arrive in the order in which they were sent.
-Both sides go through partials first, then sums, each by route, owner and step.
+Invariant 2 (no mismatched messages): messages between two ranks arrive in the order of the sends.
+- Sender and receiver process partial sums first, then running sums.
+- Both process them by route, owner and chunk.
 """
 
 from __future__ import annotations
@@ -44,351 +47,375 @@ import torch
 
 from tpkernels._C.host import Phase
 from tpkernels.algorithms import transfers
-from tpkernels.algorithms.parts import Partials
-from tpkernels.algorithms.point_to_point import Started, enter
+from tpkernels.algorithms.chunks import Partials
+from tpkernels.algorithms.point_to_point import PendingWork, enter
 from tpkernels.algorithms.reduction import Reduction, reduce_into
-from tpkernels.algorithms.waits import announce_done
+from tpkernels.algorithms.waits import signal_done
 from tpkernels.common import dtypes
 from tpkernels.groups.call import Call
 from tpkernels.local.memory import empty
-from tpkernels.local.ranges import COPY, TRANSFER, recorded
+from tpkernels.local.ranges import COPY, TRANSFER, record_range
 from tpkernels.planning.algorithms import chunk_bytes
 from tpkernels.symm.node import Node
 
-# Who sends what to which host; pure, the same on all ranks. The ranks of another host are spread
-# over those of this one: rank i of a host of m ranks deals with the ranks i, i + m, i + 2m, ... of
-# every other host. So each host gets a shard once, and all of its ranks take part in the transfers.
+# Message plan: pure functions with identical results on all ranks. A rank leads a remote rank if it
+# transfers the data of the remote rank for its host. On a host with m ranks, the rank with index i
+# leads the ranks with index i, i + m, i + 2m, ... of every remote host. So each host receives a
+# shard once, and all of its ranks transfer data.
 
 
-def delegate(hosts: Sequence[range], of: int, host: int) -> int:
-    """Return the rank that deals with rank ``of`` on a host: on its own host the rank itself."""
-    index = next(of - ranks.start for ranks in hosts if of in ranks)
+def leader(hosts: Sequence[range], rank: int, host: int) -> int:
+    """Return the rank on a host that leads ``rank``. On its host, ``rank`` leads itself."""
+    index = next(rank - ranks.start for ranks in hosts if rank in ranks)
     return hosts[host][index % len(hosts[host])]
 
 
-def rounds(theirs: range, ours: range) -> Iterator[list[int | None]]:
-    """Yield, for each rank of a host, ``ours``, the rank among ``theirs`` that it deals with, one
-    after the other; None: no more."""
-    for first in range(theirs.start, theirs.stop, len(ours)):
-        yield [rank if rank in theirs else None for rank in range(first, first + len(ours))]
+def rounds(remote: range, local: range) -> Iterator[list[int | None]]:
+    """Yield, for each rank of ``local``, the rank of ``remote`` that it leads, round by round.
+
+    None: the rank does not lead a rank in this round.
+    """
+    for first in range(remote.start, remote.stop, len(local)):
+        yield [rank if rank in remote else None for rank in range(first, first + len(local))]
 
 
 @dataclass(frozen=True)
-class Route:
-    """How the partials of a rank's part come together, in the order of the ranks.
+class HostRoute:
+    """Path of the partial sums of an owner, in rank order.
 
-    Hosts before ``start`` send theirs as they are to the host where the sum starts. From there the
-    sum visits one host after the other up to ``turn``, each of which adds its partials. If ``turn``
-    is behind the owner's host, ``home``, the sum returns to the owner. Hosts behind ``turn`` send
-    their partials as they are to the owner, which adds them last.
+    Hosts before ``start`` send their partial sums to host ``start``, and the running sum begins
+    there. It visits the hosts from ``start`` to ``last``, and each adds its partial sums. If
+    ``last`` is after ``home``, the host of the owner, the running sum returns to the owner.
+    Hosts after ``last`` send their partial sums to the owner, and the owner adds them last.
     """
 
     start: int
     home: int
-    turn: int
+    last: int
 
     @property
     def hops(self) -> int:
-        """Return how often the sum crosses a link."""
-        return self.turn - self.start + (self.turn > self.home)
+        """Return the number of links that the running sum crosses."""
+        return self.last - self.start + (self.last > self.home)
 
     def visits(self, host: int) -> bool:
-        """Return whether the host adds its partials to the sum; otherwise it sends them."""
-        return self.start <= host <= self.turn
+        """Return True if the host adds to the running sum, False if it sends its partial sums."""
+        return self.start <= host <= self.last
 
 
 @functools.cache
-def routes(sizes: tuple[int, ...], partial_bytes: int, sum_bytes: int) -> tuple[Route, ...]:
-    """Return, for each owner's host, the route by which the fewest bytes cross links between hosts;
-    the one with the fewest hops, if there are several. They are in the order in which every host
-    deals with them: the longest first.
+def plan_routes(
+    sizes: tuple[int, ...], partial_bytes: int, sum_bytes: int
+) -> tuple[HostRoute, ...]:
+    """Return, for each home host, the route that sends the fewest bytes between hosts.
 
-    Every route gives the same bits: adding the partials of a host to the sum, and sending them to
-    where the sum is, both add them one by one, in fp32, in the order of the ranks.
+    Among equal routes, the route with the fewest hops is selected. All hosts process the routes in
+    the returned order, longest first.
+
+    All routes give bitwise identical results. A host that adds to the running sum, and a
+    receiver of partial sums, both add them one by one, in fp32 and in rank order.
 
     Args:
-        sizes: ranks of each host.
-        partial_bytes, sum_bytes: bytes of an element of a partial, and of the sum.
+        sizes: number of ranks of each host.
+        partial_bytes: bytes per element of a partial sum.
+        sum_bytes: bytes per element of a running sum.
     """
-    before = [partial_bytes * count for count in accumulate(sizes, initial=0)]
-    last = len(sizes) - 1
-    best = []
+    prefix_bytes = [partial_bytes * count for count in accumulate(sizes, initial=0)]
+    last_host = len(sizes) - 1
+    routes = []
     for home in range(len(sizes)):
-        start = min(range(home, -1, -1), key=lambda host: before[host] + (home - host) * sum_bytes)
-        turn = min(
-            range(home, last + 1),
+        start = min(
+            range(home, -1, -1), key=lambda host: prefix_bytes[host] + (home - host) * sum_bytes
+        )
+        last = min(
+            range(home, last_host + 1),
             key=lambda host: (
-                (host > home) * (host - home + 1) * sum_bytes + before[-1] - before[host + 1]
+                (host > home) * (host - home + 1) * sum_bytes
+                + prefix_bytes[-1]
+                - prefix_bytes[host + 1]
             ),
         )
-        best.append(Route(start, home, turn))
-    return tuple(sorted(best, key=lambda route: (-route.hops, -route.home)))
+        routes.append(HostRoute(start, home, last))
+    return tuple(sorted(routes, key=lambda route: (-route.hops, -route.home)))
 
 
-class Shared(transfers.Transfers):
-    """One call of a rank: its steps within the host, and its messages between hosts."""
+class Hierarchical(transfers.Transfers):
+    """One call of a rank: epochs within the host and messages between hosts."""
 
     def __init__(self, call: Call) -> None:
-        assert call.node is not None  # else `choose` refuses
+        assert call.node is not None  # ensured by `choose`
         self.call = call
         self.node: Node = call.node
-        self.room = self.node.usable_bytes
-        self.chunk = chunk_bytes(call.problem, self.room)
-        self.link = enter(call)
-        others = [host for host in range(len(self.node.hosts)) if host != self.node.host]
-        self.received = [rank for host in others for rank in self.dealt_with(host)]
-        place, count = self.node.index, len(self.node.ranks)
-        self.peers = [(place + i) % count for i in range(1, count)]  # on this host, by place
-        self._sent: list[Started] = []
-        self._kept: list[torch.Tensor] = []  # what `_sent` sends
+        self.buffer_nbytes = self.node.usable_bytes
+        self.chunk_nbytes = chunk_bytes(call.problem, self.buffer_nbytes)
+        self.links = enter(call)
+        other_hosts = [host for host in range(len(self.node.hosts)) if host != self.node.host]
+        self.recv_ranks = [rank for host in other_hosts for rank in self.led_ranks(host)]
+        index, count = self.node.index, len(self.node.ranks)
+        self.peers = [(index + i) % count for i in range(1, count)]  # peers on this host
+        self._sends: list[PendingWork] = []
+        self._send_buffers: list[torch.Tensor] = []  # keeps the sent tensors alive
         self._first = True
 
-    def step(self) -> None:
-        """Begin a step within the host: the next call of the node's channel. `enter` has begun the
-        first."""
+    def begin_epoch(self) -> None:
+        """Begin an epoch of the node channel. `enter` has begun the first."""
         if not self._first:
-            self.node.channel.begin(self.call.plan.signature, self.call.plan.text)
+            self.node.channel.begin(self.call.plan.signature, self.call.plan.description)
         self._first = False
 
-    def entered(self) -> None:
-        """Wait until all ranks have entered the call. Before anything else is waited for: a rank
-        in another call may never publish the word, or send the message."""
-        self.link.wait()
+    def wait_entered(self) -> None:
+        """Wait until all ranks have entered the call.
 
-    def dealt_with(self, host: int) -> range:
-        """Return those of ``host`` that this rank deals with."""
+        This precedes all waits for data: a rank in a different call may never send that signal
+        or message.
+        """
+        self.links.wait()
+
+    def led_ranks(self, host: int) -> range:
+        """Return the ranks of ``host`` that this rank leads."""
         return self.node.hosts[host][self.node.index :: len(self.node.ranks)]
 
-    def send(self, data: torch.Tensor, to: int) -> None:
+    def send(self, data: torch.Tensor, dst: int) -> None:
         """Start to send a flat tensor; `end` waits for it."""
-        self._kept.append(data)
-        self._sent += self.link.start([(data, to)], [])
+        self._send_buffers.append(data)
+        self._sends += self.links.start([(data, dst)], [])
 
-    def wait(self, started: Sequence[Started]) -> None:
-        """Wait for transfers that were started."""
+    def wait(self, started: Sequence[PendingWork]) -> None:
+        """Wait for transfers."""
         if started:
-            with recorded(TRANSFER):
-                self.link.wait(started)
+            with record_range(TRANSFER):
+                self.links.wait(started)
 
     def end(self) -> None:
-        self.entered()
-        if self._first:  # there was nothing to share
+        self.wait_entered()
+        if self._first:  # no epoch ran
             self.node.channel.barrier()
-        self.wait(self._sent)
-        announce_done(self.call)
+        self.wait(self._sends)
+        signal_done(self.call)
 
     def gather(
         self,
         shards: dict[int, torch.Tensor],
         counts: Sequence[int],
-        step: int,
-        use: Callable[[int, int, torch.Tensor], None],
+        chunk_numel: int,
+        consume: Callable[[int, int, torch.Tensor], None],
     ) -> None:
         node, rank, hosts = self.node, self.call.group.rank, len(self.node.hosts)
-        dtype, arriving = shards[rank].dtype, {rank: list[list[Started]]()}
+        dtype, receives = shards[rank].dtype, {rank: list[list[PendingWork]]()}
 
-        def show(owners: list[int | None], begin: int) -> None:
-            """Make one step: each rank of this host shows the others a part of the shard of its
-            owner of the round, if it has one."""
-            mine, part = owners[node.index], None
-            self.step()
-            if mine is not None and begin < counts[mine]:
-                if arriving[mine]:
-                    self.wait(arriving[mine][begin // step])
-                part = shards[mine][begin : begin + step]
-                with recorded(COPY):
-                    node.workspace.view(node.index, dtype, (part.numel(),)).copy_(part)
+        def exchange_chunk(owners: list[int | None], begin: int) -> None:
+            """Run one epoch: share one chunk per rank of this host.
+
+            Each rank shares a chunk of its owner in this round, if it has an owner.
+            """
+            local_owner, chunk = owners[node.index], None
+            self.begin_epoch()
+            if local_owner is not None and begin < counts[local_owner]:
+                if receives[local_owner]:
+                    self.wait(receives[local_owner][begin // chunk_numel])
+                chunk = shards[local_owner][begin : begin + chunk_numel]
+                with record_range(COPY):
+                    node.workspace.view(node.index, dtype, (chunk.numel(),)).copy_(chunk)
             node.channel.publish(Phase.DATA)
-            if mine is not None and part is not None:
-                use(mine, begin, part)
-            self.entered()
-            waiting = list(self.peers)
-            while waiting:
-                peer = node.channel.wait_any(waiting, Phase.DATA)
-                waiting.remove(peer)
+            if local_owner is not None and chunk is not None:
+                consume(local_owner, begin, chunk)
+            self.wait_entered()
+            remaining = list(self.peers)
+            while remaining:
+                peer = node.channel.wait_any(remaining, Phase.DATA)
+                remaining.remove(peer)
                 owner = owners[peer]
                 if owner is not None and begin < counts[owner]:
-                    count = min(step, counts[owner] - begin)
-                    with recorded(TRANSFER):
-                        use(owner, begin, node.workspace.view(peer, dtype, (count,)))
+                    count = min(chunk_numel, counts[owner] - begin)
+                    with record_range(TRANSFER):
+                        consume(owner, begin, node.workspace.view(peer, dtype, (count,)))
 
         for i in range(1, hosts):
-            for source in self.dealt_with((node.host + i) % hosts):
-                parts = shards[source].split(step)
-                arriving[source] = [self.link.start([], [(part, source)]) for part in parts]
+            for source in self.led_ranks((node.host + i) % hosts):
+                chunks = shards[source].split(chunk_numel)
+                receives[source] = [self.links.start([], [(chunk, source)]) for chunk in chunks]
         for i in range(1, hosts):
-            for part in shards[rank].split(step):
-                self.send(part, delegate(node.hosts, rank, (node.host - i) % hosts))
+            for chunk in shards[rank].split(chunk_numel):
+                self.send(chunk, leader(node.hosts, rank, (node.host - i) % hosts))
         for i in range(hosts):
             for owners in rounds(node.hosts[(node.host + i) % hosts], node.ranks):
-                for begin in range(0, max(counts[o] for o in owners if o is not None), step):
-                    show(owners, begin)
+                for begin in range(0, max(counts[o] for o in owners if o is not None), chunk_numel):
+                    exchange_chunk(owners, begin)
 
     def reduce(self, partials: Partials, out: torch.Tensor, reduction: Reduction) -> None:
-        Sums(self, partials, out, reduction).run()
+        HostReduction(self, partials, out, reduction).run()
 
 
-_RETURNED = -1  # in place of an owner: the sum that returns to this rank
+_RETURNED = -1  # key of the sum that returns to this rank
 
 
-class Sums:
-    """What one rank does for the sums of one call."""
+class HostReduction:
+    """The reduction of one call on one rank."""
 
     def __init__(
-        self, levels: Shared, partials: Partials, out: torch.Tensor, reduction: Reduction
+        self, comm: Hierarchical, partials: Partials, out: torch.Tensor, reduction: Reduction
     ) -> None:
-        problem, node = levels.call.problem, levels.node
-        self.levels, self.node, self.rank = levels, node, levels.call.group.rank
-        self.mine, self.split = partials, partials.split
+        problem, node = comm.call.problem, comm.node
+        self.comm, self.node, self.rank = comm, node, comm.call.group.rank
+        self.local_partials, self.chunk_plan = partials, partials.chunk_plan
         self.out, self.reduction = out, reduction
-        self.wire, self.wide = problem.dtype, dtypes.accumulator(problem.dtype)
+        self.wire, self.acc_dtype = problem.dtype, dtypes.accumulator(problem.dtype)
         sizes = tuple(map(len, node.hosts))
-        self.routes = routes(sizes, self.wire.itemsize, self.wide.itemsize)
-        self.last = range(node.ranks.stop, node.hosts[-1].stop)  # ranks behind this host
-        self.sums: dict[int, torch.Tensor] = {}  # running ones, by owner
-        self.arriving: dict[tuple[int, int], list[Started]] = {}  # of them, by owner and step
-        self.partials: dict[int, list[tuple[int, torch.Tensor]]] = {}  # by owner: (rank, partial)
-        self.partials_arriving: dict[int, list[Started]] = {}
+        self.routes = plan_routes(sizes, self.wire.itemsize, self.acc_dtype.itemsize)
+        self.later_ranks = range(node.ranks.stop, node.hosts[-1].stop)  # ranks of later hosts
+        self.running_sums: dict[int, torch.Tensor] = {}  # by owner
+        self.sum_receives: dict[tuple[int, int], list[PendingWork]] = {}  # by owner and chunk
+        # (rank, partial sums) by owner
+        self.remote_partials: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        self.partial_receives: dict[int, list[PendingWork]] = {}
 
     def run(self) -> None:
-        here, levels = self.node.host, self.levels
-        visiting = [route for route in self.routes if route.visits(here)]
-        self._receive(visiting)
+        local_host, comm = self.node.host, self.comm
+        visited = [route for route in self.routes if route.visits(local_host)]
+        self._start_receives(visited)
         for route in self.routes:
-            if not route.visits(here):
+            if not route.visits(local_host):
                 for owner in self.node.hosts[route.home]:
-                    to = (
-                        delegate(self.node.hosts, owner, route.start)
-                        if here < route.start
+                    dst = (
+                        leader(self.node.hosts, owner, route.start)
+                        if local_host < route.start
                         else owner
                     )
-                    levels.send(self.mine.whole(owner, self.wire, self.out.device), to)
-        for route in visiting:
+                    comm.send(self.local_partials.full(owner, self.wire, self.out.device), dst)
+        for route in visited:
             for owners in rounds(self.node.hosts[route.home], self.node.ranks):
-                for index in range(self.split.steps):
-                    self._step(route, owners, index)
+                for index in range(self.chunk_plan.num_chunks):
+                    self._reduce_chunk(route, owners, index)
         self._finish()
 
-    def _receive(self, visiting: Sequence[Route]) -> None:
+    def _start_receives(self, visited: Sequence[HostRoute]) -> None:
         """Start all receives of the call."""
-        levels, here = self.levels, self.node.host
-        for route in visiting:
+        comm, local_host = self.comm, self.node.host
+        for route in visited:
             sources = [
                 rank
                 for host, ranks in enumerate(self.node.hosts)
-                if (host < route.start and here == route.start)
-                or (host > route.turn and here == route.home)
+                if (host < route.start and local_host == route.start)
+                or (host > route.last and local_host == route.home)
                 for rank in ranks
             ]
-            for owner in levels.dealt_with(route.home):
-                partials = [(source, self._memory(owner, self.wire)) for source in sources]
-                self.partials[owner] = partials
-                self.partials_arriving[owner] = [
+            for owner in comm.led_ranks(route.home):
+                partials = [(source, self._new_buffer(owner, self.wire)) for source in sources]
+                self.remote_partials[owner] = partials
+                self.partial_receives[owner] = [
                     started
                     for source, data in partials
-                    for started in levels.link.start([], [(data, source)])
+                    for started in comm.links.start([], [(data, source)])
                 ]
-        for route in visiting:
-            for owner in levels.dealt_with(route.home):
-                if here > route.start:
-                    self._receive_sum(owner, owner, here - 1)
+        for route in visited:
+            for owner in comm.led_ranks(route.home):
+                if local_host > route.start:
+                    self._receive_sum(owner, owner, local_host - 1)
                 elif route.hops:
-                    self.sums[owner] = self._memory(owner, self.wide)
-                if here == route.home < route.turn:
-                    self._receive_sum(_RETURNED, owner, route.turn)
+                    self.running_sums[owner] = self._new_buffer(owner, self.acc_dtype)
+                if local_host == route.home < route.last:
+                    self._receive_sum(_RETURNED, owner, route.last)
 
     def _receive_sum(self, key: int, owner: int, host: int) -> None:
-        """Receive the sum for ``owner`` from a host, step by step."""
-        self.sums[key] = total = self._memory(owner, self.wide)
-        source = delegate(self.node.hosts, owner, host)
-        for index, part in enumerate(total.split(self.split.step * self.split.columns[owner])):
-            self.arriving[key, index] = self.levels.link.start([], [(part, source)])
+        """Start to receive the running sum of ``owner`` from a host, chunk by chunk."""
+        self.running_sums[key] = total = self._new_buffer(owner, self.acc_dtype)
+        source = leader(self.node.hosts, owner, host)
+        for index, chunk in enumerate(
+            total.split(self.chunk_plan.chunk_rows * self.chunk_plan.columns[owner])
+        ):
+            self.sum_receives[key, index] = self.comm.links.start([], [(chunk, source)])
 
-    def _memory(self, owner: int, dtype: torch.dtype) -> torch.Tensor:
-        return empty([self.split.counts[owner]], dtype, self.out.device)
+    def _new_buffer(self, owner: int, dtype: torch.dtype) -> torch.Tensor:
+        return empty([self.chunk_plan.counts[owner]], dtype, self.out.device)
 
-    def _step(self, route: Route, owners: list[int | None], index: int) -> None:
-        """Add the partials of this host to one step of the sums of a round's owners."""
-        levels, node = self.levels, self.node
-        levels.step()
-        for place in (*levels.peers, node.index):
-            owner = owners[place]
+    def _reduce_chunk(self, route: HostRoute, owners: list[int | None], index: int) -> None:
+        """Add the partial sums of this host to one chunk of each owner of a round."""
+        comm, node = self.comm, self.node
+        comm.begin_epoch()
+        for local_index in (*comm.peers, node.index):
+            owner = owners[local_index]
             if owner is not None:
-                begin, count = self.split.piece(owner, index)
-                self.mine.fill(owner, begin, self._slot(node.index, place, count))
-            node.channel.publish(Phase.DATA, place)
-        levels.entered()
-        for peer in levels.peers:
+                begin, count = self.chunk_plan.chunk_range(owner, index)
+                self.local_partials.fill(owner, begin, self._slot(node.index, local_index, count))
+            node.channel.publish(Phase.DATA, local_index)
+        comm.wait_entered()
+        for peer in comm.peers:
             node.channel.wait(peer, Phase.DATA, node.index)
         owner = owners[node.index]
         if owner is None:
             return
-        begin, count = self.split.piece(owner, index)
+        begin, count = self.chunk_plan.chunk_range(owner, index)
         span = slice(begin, begin + count)
         partials = [self._slot(peer, node.index, count) for peer in range(len(node.ranks))]
         total = None
         if node.host > route.start:
-            levels.wait(self.arriving.get((owner, index), []))
-            total = self.sums[owner][span]
+            comm.wait(self.sum_receives.get((owner, index), []))
+            total = self.running_sums[owner][span]
         else:
-            partials = [*self._received(owner, range(0, node.ranks.start), span), *partials]
-        if node.host == route.home == route.turn:
-            self._result(total, [*partials, *self._received(owner, self.last, span)], span)
+            partials = [*self._wait_partials(owner, range(0, node.ranks.start), span), *partials]
+        if node.host == route.home == route.last:
+            self._write_result(
+                total, [*partials, *self._wait_partials(owner, self.later_ranks, span)], span
+            )
             return
-        running = self.sums[owner][span] if total is None else total
-        add_to(running, total, partials)
-        to = owner if node.host == route.turn else delegate(self.node.hosts, owner, node.host + 1)
-        levels.send(running, to)
+        running_sum = self.running_sums[owner][span] if total is None else total
+        add_partials(running_sum, total, partials)
+        dst = owner if node.host == route.last else leader(self.node.hosts, owner, node.host + 1)
+        comm.send(running_sum, dst)
 
-    def _slot(self, of: int, place: int, count: int) -> torch.Tensor:
-        offset = place * self.split.slot_bytes
-        return self.node.workspace.view(of, self.wire, (count,), offset)
+    def _slot(self, writer: int, reader: int, count: int) -> torch.Tensor:
+        offset = reader * self.chunk_plan.slot_bytes
+        return self.node.workspace.view(writer, self.wire, (count,), offset)
 
-    def _received(self, owner: int, ranks: range, span: slice) -> list[torch.Tensor]:
-        """Return the partials of ``ranks`` that came as they are, as far as they did."""
-        self.levels.wait(self.partials_arriving.pop(owner, []))
-        return [part[span] for rank, part in self.partials.get(owner, []) if rank in ranks]
+    def _wait_partials(self, owner: int, ranks: range, span: slice) -> list[torch.Tensor]:
+        """Wait for the partial sums that ``ranks`` sent, and return them."""
+        self.comm.wait(self.partial_receives.pop(owner, []))
+        return [
+            partial[span] for rank, partial in self.remote_partials.get(owner, []) if rank in ranks
+        ]
 
-    def _result(
+    def _write_result(
         self, total: torch.Tensor | None, partials: list[torch.Tensor], span: slice
     ) -> None:
-        """Round the result of this rank, elements ``span`` of its part."""
-        begin = self.split.begins[self.rank] + span.start
-        add_to(self.out[span], total, partials, self.reduction, begin)
+        """Write elements ``span`` of the local result, rounded once."""
+        begin = self.chunk_plan.offsets[self.rank] + span.start
+        add_partials(self.out[span], total, partials, self.reduction, begin)
 
     def _finish(self) -> None:
-        """Wait for the sum that returns to this rank, if it does, and add the last partials."""
-        own = next(route for route in self.routes if route.home == self.node.host)
-        if own.turn == own.home:
+        """Add the last partial sums to the sum that returns to this rank, if it returns."""
+        route = next(route for route in self.routes if route.home == self.node.host)
+        if route.last == route.home:
             return
-        for index in range(self.split.steps):
-            begin, count = self.split.piece(self.rank, index)
+        for index in range(self.chunk_plan.num_chunks):
+            begin, count = self.chunk_plan.chunk_range(self.rank, index)
             if count:
-                self.levels.wait(self.arriving[_RETURNED, index])
+                self.comm.wait(self.sum_receives[_RETURNED, index])
                 span = slice(begin, begin + count)
-                total = self.sums[_RETURNED][span]
-                self._result(total, self._received(self.rank, self.last, span), span)
+                total = self.running_sums[_RETURNED][span]
+                self._write_result(
+                    total, self._wait_partials(self.rank, self.later_ranks, span), span
+                )
 
 
-def add_to(
-    to: torch.Tensor,
+def add_partials(
+    dst: torch.Tensor,
     total: torch.Tensor | None,
     partials: list[torch.Tensor],
     reduction: Reduction | None = None,
     begin: int = 0,
 ) -> None:
-    """Set ``to = round(total + partials in order + bias + residual)``. May overwrite ``total``.
+    """Set ``dst = round(total + partials in order + bias + residual)``. May overwrite ``total``.
 
-    `sum_partials` takes terms of one dtype, so partials of another dtype than the running sum go in
-    as its residual, one by one.
+    `sum_partials` requires terms of one dtype. Partial sums with a dtype that differs from
+    ``total`` are passed as residuals, one by one.
     """
     if total is not None and partials and partials[0].dtype != total.dtype:
         for partial in partials:
             reduce_into(total, [total], Reduction(total.dtype, residual=partial))
         partials = []
     terms = partials if total is None else [total, *partials]
-    if terms[0] is not to or len(terms) > 1 or reduction is not None:
-        reduce_into(to, terms, reduction or Reduction(to.dtype), begin)
+    if terms[0] is not dst or len(terms) > 1 or reduction is not None:
+        reduce_into(dst, terms, reduction or Reduction(dst.dtype), begin)
 
 
-gather, reduce = transfers.operations(Shared)
+gather, reduce = transfers.make_functions(Hierarchical)

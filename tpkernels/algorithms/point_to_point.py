@@ -1,14 +1,14 @@
-"""Point-to-point transfers of one call, and greetings that detect a rank in another call.
+"""Point-to-point transfers of one call, with a handshake that detects a rank in a different call.
 
-Problem: ranks that share no memory and are in different calls would mistake each other's data for
-their own. If the sizes differ, gloo even ends the process.
+Problem: if ranks without shared memory run different calls, a rank would accept the data of a
+different call. If the sizes differ, gloo even terminates the process.
 
-Algorithm: each rank greets every other with the name of its call, under a reserved tag, and sends
-data under a tag made from the call's signature. So data of another call finds no receiver, and
-nobody waits for it longer than for its sender's greeting.
+Algorithm: each rank sends a description of its call to every peer, under a reserved tag. It sends
+data under a tag derived from the call signature. So data of a different call matches no receive,
+and a receiver waits for it only until the handshake of the sender arrives.
 
-Sync: messages between two ranks under one tag arrive in the order in which they were sent, so the
-n-th greeting belongs to the n-th call.
+Sync: messages between two ranks under the same tag arrive in the order of the sends, so the n-th
+handshake belongs to the n-th call.
 
 Failure: a rank that leaves a call with an error closes its connections. The ranks that wait for it
 fail.
@@ -27,60 +27,62 @@ from tpkernels.algorithms.waits import finish, raise_failure
 from tpkernels.errors import CollectiveMismatchError
 from tpkernels.groups.call import Call
 
-Message: TypeAlias = tuple[torch.Tensor, int]  # the data, and the rank at the other end
-Started: TypeAlias = tuple[Any, int]  # a work, and the rank at the other end
+Message: TypeAlias = tuple[torch.Tensor, int]  # tensor, peer
+PendingWork: TypeAlias = tuple[Any, int]  # work, peer
 
-_GREETING_TAG = 0x74706B73
-_HANG_UP_TAG = _GREETING_TAG + 1
-_GREETING_BYTES = 256
+_HANDSHAKE_TAG = 0x74706B73
+_CLOSE_TAG = _HANDSHAKE_TAG + 1
+_HANDSHAKE_BYTES = 256
 
 
-class _Greetings:
-    """The greetings of this rank and its peers at the start of a call. Waits like a work."""
+class _Handshakes:
+    """Handshakes of this rank and its peers at the start of a call. Has the `wait` of a work."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        self.own = _greeting(call)
-        self.received = {peer: torch.empty_like(self.own) for peer in call.peers_in_ring_order}
+        self.local = _encode(call)
+        self.received = {peer: torch.empty_like(self.local) for peer in call.peers_in_ring_order}
 
     def wait(self, _: timedelta) -> None:
-        """Compare the greetings, all of which have arrived. Raises ``CollectiveMismatchError``."""
-        for peer, greeting in self.received.items():
-            if not torch.equal(greeting, self.own):
+        """Compare the received handshakes. Raises ``CollectiveMismatchError``."""
+        for peer, handshake in self.received.items():
+            if not torch.equal(handshake, self.local):
                 raise CollectiveMismatchError(
-                    f"rank {self.call.group.rank} is in {self.call.plan.text}, but rank {peer} "
-                    f"is in {_text_of(greeting)}. The group is broken; create a new group.",
+                    f"rank {self.call.group.rank} is in {self.call.plan.description}, but rank "
+                    f"{peer} is in {_decode(handshake)}. The group is broken; create a new group.",
                     peer=peer,
                 )
 
 
 class PeerLinks:
-    """This rank's connections to its peers in one call."""
+    """Connections of this rank to its peers in one call."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._greetings: list[Started] = []
+        self._handshakes: list[PendingWork] = []
 
-    def greet(self) -> None:
-        """Greet the peers; the next `wait` waits for their greetings and compares them."""
-        greetings = _Greetings(self._call)
-        self._greetings = [
+    def start_handshake(self) -> None:
+        """Send the handshake. The next `wait` receives and compares the peer handshakes."""
+        handshakes = _Handshakes(self._call)
+        self._handshakes = [
             *self._start(
-                [(greetings.own, peer) for peer in greetings.received],
-                [(greeting, peer) for peer, greeting in greetings.received.items()],
-                _GREETING_TAG,
+                [(handshakes.local, peer) for peer in handshakes.received],
+                [(handshake, peer) for peer, handshake in handshakes.received.items()],
+                _HANDSHAKE_TAG,
             ),
-            (greetings, self._call.group.rank),
+            (handshakes, self._call.group.rank),
         ]
 
-    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[Started]:
-        """Start sends and receive of contiguous tensors; empty ones do not travel. The peers must
-        start the matching receives and sends in the same order."""
+    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[PendingWork]:
+        """Start sends and receives of contiguous tensors. Empty tensors are not sent.
+
+        The peers must start the matching receives and sends in the same order.
+        """
         return self._start(sends, receives, self._call.plan.signature & 0x7FFFFFFF)
 
     def _start(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int
-    ) -> list[Started]:
+    ) -> list[PendingWork]:
         pg = self._call.group.pg
         operations = [
             dist.P2POp(function, tensor, group=pg, tag=tag, group_peer=peer)
@@ -91,20 +93,21 @@ class PeerLinks:
         if not operations:
             return []
         try:
-            works = dist.batch_isend_irecv(operations)  # a single work if they are coalesced
-        except RuntimeError as error:  # the connection is closed already
+            works = dist.batch_isend_irecv(operations)  # one work if the backend coalesces them
+        except RuntimeError as error:  # the connection is closed
             raise_failure(self._call, error, None)
         return [(work, op.group_peer) for work, op in zip(works, operations, strict=False)]
 
-    def wait(self, started: Sequence[Started] = ()) -> None:
-        """Wait until all ranks have entered this call, then for what `start` returned. On a GPU
-        the stream waits, not the host.
+    def wait(self, started: Sequence[PendingWork] = ()) -> None:
+        """Wait until all ranks have entered this call, then for the transfers in ``started``.
+
+        On a GPU the stream waits, not the host.
 
         Raises:
-            CollectiveMismatchError: a rank is in another call.
+            CollectiveMismatchError: a rank is in a different call.
         """
-        group, works = self._call.group, [*self._greetings, *started]
-        self._greetings = []
+        group, works = self._call.group, [*self._handshakes, *started]
+        self._handshakes = []
         if self._call.problem.device != "cpu":
             for work, _ in works:
                 work.wait()
@@ -114,47 +117,50 @@ class PeerLinks:
 
 
 def enter(call: Call) -> PeerLinks:
-    """Begin a call. Before the first `PeerLinks.wait`, send only through `PeerLinks.start`."""
-    link, group = PeerLinks(call), call.group
+    """Begin a call. Until the first `PeerLinks.wait`, send only through `PeerLinks.start`."""
+    links, group = PeerLinks(call), call.group
     if group.world == 1 or call.problem.device != "cpu":
-        return link
+        return links
     if group.workspace is not None:
-        group.workspace.channel.begin(call.plan.signature, call.plan.text)
+        group.workspace.channel.begin(call.plan.signature, call.plan.description)
         group.workspace.channel.barrier()
     else:
         if call.node is not None:
-            call.node.channel.begin(call.plan.signature, call.plan.text)
-        link.greet()
-    return link
+            call.node.channel.begin(call.plan.signature, call.plan.description)
+        links.start_handshake()
+    return links
 
 
-def hang_up(call: Call, error: BaseException) -> None:
-    """Close this rank's connections after a failure, if nothing else tells the peers. Peers that
-    wait for this rank then fail at once and hang up too. gloo closes connections when a wait times
-    out, so a receive with a short timeout is enough."""
+def close_connections(call: Call, error: BaseException) -> None:
+    """Close the connections of this rank after a failure that peers cannot detect otherwise.
+
+    Peers that wait for this rank then fail immediately, and also close their connections. gloo
+    closes connections when a wait times out, so a receive with a short timeout is sufficient.
+    """
     group = call.group
     if group.workspace is not None or group.world == 1 or call.problem.device != "cpu":
         return
     if isinstance(error, CollectiveMismatchError):
-        return  # each rank receives all greetings, so all ranks detect the mismatch
+        return  # all ranks receive all handshakes and detect the mismatch
     if not group.uses_gloo("cpu"):
         return
-    nothing = torch.empty(1, dtype=torch.uint8)
+    dummy = torch.empty(1, dtype=torch.uint8)
     for peer in call.peers_in_ring_order:
         try:
-            work = group.pg.recv([nothing], peer, _HANG_UP_TAG)
+            work = group.pg.recv([dummy], peer, _CLOSE_TAG)
             work.wait(timedelta(milliseconds=1))
         except RuntimeError as failure:
+            # A timeout closes all connections. Any other error: this connection was closed before.
             if "timed out" in str(failure).lower():
-                return  # otherwise this connection was closed already; try the next
+                return
 
 
-def _greeting(call: Call) -> torch.Tensor:
-    """Return the signature, and the text for error messages."""
-    greeting = call.plan.signature.to_bytes(4, "little") + call.plan.text.encode()
-    padded = greeting[:_GREETING_BYTES].ljust(_GREETING_BYTES, b"\0")
+def _encode(call: Call) -> torch.Tensor:
+    """Encode the call signature and the call description for error messages."""
+    handshake = call.plan.signature.to_bytes(4, "little") + call.plan.description.encode()
+    padded = handshake[:_HANDSHAKE_BYTES].ljust(_HANDSHAKE_BYTES, b"\0")
     return torch.frombuffer(bytearray(padded), dtype=torch.uint8)
 
 
-def _text_of(greeting: torch.Tensor) -> str:
-    return bytes(greeting.tolist())[4:].rstrip(b"\0").decode(errors="replace")
+def _decode(handshake: torch.Tensor) -> str:
+    return bytes(handshake.tolist())[4:].rstrip(b"\0").decode(errors="replace")

@@ -1,8 +1,7 @@
-"""The sum of the ranks' partials, its epilogue, and the normalisation of its rows.
+"""Sum of partial sums, its epilogue, and RMSNorm of its rows.
 
-`direct` normalises within its collective. The other algorithms do it behind theirs, by the same
-code of the extension: the same bits. Where the numerics leave sums on GPUs to the vendor, torch
-normalises behind them.
+`direct` normalises within its collective. The other algorithms normalise afterwards with the same
+C++ code, so results are bitwise identical. On GPUs with "vendor" numerics, torch normalises.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from tpkernels.common import dtypes
 from tpkernels.common.integers import ceil_div
 from tpkernels.groups.call import Call
 from tpkernels.local.memory import empty
-from tpkernels.local.product import Weight
-from tpkernels.local.ranges import COPY, recorded
+from tpkernels.local.ranges import COPY, record_range
+from tpkernels.local.weight import Weight
 from tpkernels.planning.problem import VENDOR
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """The steps after the sum of the partials: ``+ bias + residual``, then one rounding to
-    ``out_dtype``.
+    """Epilogue of a sum of partial sums: ``+ bias + residual``, then one rounding to ``out_dtype``.
 
-    ``bias`` is [cols], on CPUs in the accumulator's dtype; ``residual`` is contiguous, of the
-    output's shape.
+    Attributes:
+        bias: [cols]; on CPUs in the accumulator dtype.
+        residual: contiguous, with the shape of the output.
     """
 
     out_dtype: torch.dtype
@@ -38,27 +37,27 @@ class Reduction:
     residual: torch.Tensor | None = None
 
     @classmethod
-    def of(
+    def create(
         cls,
         x: torch.Tensor,
         out_dtype: torch.dtype | None = None,
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
     ) -> Reduction:
-        """Return the epilogue of a checked call. The kernels of GPUs read a bias of any dtype."""
+        """Return the epilogue of a checked call. GPU kernels accept a bias of any dtype."""
         if bias is not None:
-            wide = bias if x.is_cuda else bias.to(dtypes.accumulator(x.dtype))
-            bias = wide.contiguous()
+            acc_bias = bias if x.is_cuda else bias.to(dtypes.accumulator(x.dtype))
+            bias = acc_bias.contiguous()
         if residual is not None:
             residual = residual.contiguous()
         return cls(out_dtype or x.dtype, bias, residual)
 
-    def keeps(self, total: torch.dtype) -> bool:
-        """Return whether a sum in this dtype is the result already."""
+    def is_identity(self, total: torch.dtype) -> bool:
+        """Return True if a sum of dtype ``total`` is already the result."""
         return self.bias is None and self.residual is None and self.out_dtype == total
 
     def epilogue(self) -> _C.host.Epilogue:
-        """Return the extension's form. It holds addresses: keep the reduction alive meanwhile."""
+        """Return the C++ epilogue. It stores addresses, so this object must outlive it."""
         bias, residual = self.bias, self.residual
         return _C.host.Epilogue(
             dtypes.CODES[self.out_dtype],
@@ -73,7 +72,7 @@ class Reduction:
 class RmsNorm:
     """``y = x / sqrt(mean(x^2) + eps) * weight`` of each row, in fp32, rounded once.
 
-    ``weight`` is [N] and contiguous, in the rows' dtype or the accumulator's.
+    ``weight`` [N] is contiguous, in the dtype of the rows or of the accumulator.
     """
 
     weight: torch.Tensor
@@ -83,9 +82,12 @@ class RmsNorm:
 def reduce_into(
     out: torch.Tensor, partials: Sequence[torch.Tensor], reduction: Reduction, begin: int = 0
 ) -> None:
-    """Set ``out = round(sum of partials in order + bias + residual)``. All are contiguous, of one
-    size, and start at element ``begin`` of the whole output. ``out`` may be one of the partials.
-    One launch on GPUs, where the kernels of ``csrc/cuda`` can be loaded and take the dtypes."""
+    """Set ``out = round(sum of partials in order + bias + residual)``.
+
+    ``out`` and the partials are contiguous, have equal sizes, and start at element ``begin`` of the
+    full output, to which bias and residual belong. ``out`` may be one of the partials. On GPUs this
+    is one launch if the kernels of ``csrc/cuda`` are available and support the dtypes.
+    """
     if _on_gpu(out):
         if _has_kernel(out, partials, reduction):
             residual = reduction.residual
@@ -100,28 +102,28 @@ def reduce_into(
         reduction = replace(reduction, residual=reduction.residual.view(-1)[begin:])
     addresses = list(map(torch.Tensor.data_ptr, partials))
     wire = dtypes.CODES[partials[0].dtype]
-    with recorded(COPY):
+    with record_range(COPY):
         _C.host.sum_partials(
             out.data_ptr(), addresses, wire, begin, partials[0].numel(), reduction.epilogue()
         )
 
 
-def normalised(call: Call, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
-    """Return rows [..., N], contiguous, normalised."""
+def apply_rms_norm(call: Call, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
+    """Return RMSNorm of contiguous rows [..., N]."""
     weight, eps = norm.weight, norm.eps
     columns = weight.numel()
     if rows.device.type != "cpu" and not (
         call.plan.numerics != VENDOR
-        and cuda.normalises(rows.dtype, columns)
+        and cuda.supports_rms_norm(rows.dtype, columns)
         and cuda.available(rows.device)
     ):
-        wide = rows.to(weight.dtype)  # torch takes operands of one dtype
-        return functional.rms_norm(wide, list(weight.shape), weight, eps).to(rows.dtype)
+        converted = rows.to(weight.dtype)  # torch requires operands of one dtype
+        return functional.rms_norm(converted, list(weight.shape), weight, eps).to(rows.dtype)
     out = empty(rows.shape, rows.dtype, rows.device)
     if rows.device.type != "cpu":
         cuda.rms_norm(rows, out, weight, eps)
         return out
-    with recorded(COPY):
+    with record_range(COPY):
         _C.host.normalise_rows(
             out.data_ptr(),
             rows.data_ptr(),
@@ -135,8 +137,8 @@ def normalised(call: Call, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
     return out
 
 
-def normalising(reduce: Callable[..., None]) -> Callable[..., torch.Tensor]:
-    """Make an algorithm's `reduce` return the rows of the sum normalised."""
+def with_rms_norm(reduce: Callable[..., None]) -> Callable[..., torch.Tensor]:
+    """Extend the `reduce` of an algorithm with RMSNorm of the rows of the sum."""
 
     @functools.wraps(reduce)
     def reduce_and_normalise(
@@ -148,7 +150,7 @@ def normalising(reduce: Callable[..., None]) -> Callable[..., torch.Tensor]:
         norm: RmsNorm,
     ) -> torch.Tensor:
         reduce(call, x, w, out, reduction)
-        return normalised(call, out, norm)
+        return apply_rms_norm(call, out, norm)
 
     return reduce_and_normalise
 
@@ -169,16 +171,18 @@ def _has_kernel(out: torch.Tensor, partials: Sequence[torch.Tensor], reduction: 
 def _reduce_by_torch(
     out: torch.Tensor, partials: Sequence[torch.Tensor], reduction: Reduction, begin: int
 ) -> None:
-    """Add in a wide copy, one launch for each term, and round at the end."""
+    """Add in the accumulator dtype, one launch per term, and round at the end."""
     bias, residual, count = reduction.bias, reduction.residual, out.numel()
     total = partials[0].view(-1).to(dtypes.accumulator(partials[0].dtype), copy=True)
     for partial in partials[1:]:
         total += partial.view(-1)
     if bias is not None:
-        first, columns = begin % bias.numel(), bias.numel()
-        if first or count % columns:
-            total += bias.repeat(ceil_div(first + count, columns))[first : first + count]
-        else:  # whole rows
+        first_column, columns = begin % bias.numel(), bias.numel()
+        if first_column or count % columns:
+            total += bias.repeat(ceil_div(first_column + count, columns))[
+                first_column : first_column + count
+            ]
+        else:  # the slice consists of full rows
             total.view(-1, columns).add_(bias)
     if residual is not None:
         total += residual.view(-1).narrow(0, begin, count)

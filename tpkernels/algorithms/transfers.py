@@ -1,8 +1,9 @@
-"""What `ring` and `hierarchical` share, which transfer shards and partials.
+"""Base class of `ring` and `hierarchical`: transfers of shards and partial sums.
 
-gather      shards arrive, in parts, and are put in their places, or multiplied meanwhile
-reduce      this rank's partials, each computed meanwhile, go to where they are added; for a sum
-            that all ranks keep, of their parts of the elements or rows, then a gather
+gather      Shards arrive in chunks. Each chunk is copied to the output or multiplied while the next
+            chunk is in flight.
+reduce      Partial sums are sent to the ranks that add them. Meanwhile the next partial sums are
+            computed. An all-reduce sums slices of the elements or rows, then gathers them.
 """
 
 from __future__ import annotations
@@ -12,128 +13,146 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tpkernels.algorithms.parts import (
+from tpkernels.algorithms.chunks import (
+    ChunkedMatmuls,
+    GatherOutputs,
     Partials,
-    Products,
-    SplitProducts,
-    partials_of,
-    partials_of_product,
+    input_partials,
+    matmul_partials,
     shard_counts,
 )
 from tpkernels.algorithms.reduction import Reduction
 from tpkernels.groups.call import Call
 from tpkernels.local.memory import empty
-from tpkernels.local.product import Weight
+from tpkernels.local.weight import Weight
 
 
 class Transfers(ABC):
     """The transfers of one call.
 
     Attributes:
-        received: the ranks whose shards this rank receives into memory of its own.
-        room: bytes of a data buffer in which ranks see each other's data; None: there is none.
-        chunk: bytes of each rank's elements that move at a time, without a matmul; None: all.
+        recv_ranks: ranks whose shards this rank receives into local memory.
+        buffer_nbytes: size of a shared data buffer. None: the ranks share no memory.
+        chunk_nbytes: size of a chunk of a shard if the op has no matmul. None: the full shard.
     """
 
     call: Call
-    received: Sequence[int]
-    room: int | None = None
-    chunk: int | None = None
+    recv_ranks: Sequence[int]
+    buffer_nbytes: int | None = None
+    chunk_nbytes: int | None = None
 
     @abstractmethod
     def gather(
         self,
         shards: dict[int, torch.Tensor],
         counts: Sequence[int],
-        step: int,
-        use: Callable[[int, int, torch.Tensor], None],
+        chunk_numel: int,
+        consume: Callable[[int, int, torch.Tensor], None],
     ) -> None:
-        """Make every rank see the shards of all, ``step`` elements at a time.
+        """Pass the shards of all ranks to ``consume``, ``chunk_numel`` elements at a time.
 
         Args:
-            shards: the flat shard of this rank, and memory for those in ``received``.
-            counts: elements of each rank's shard.
-            use: ``use(owner, begin, part)`` is called for each part of each shard: the elements
-                from ``begin`` on. It must not keep ``part``, which may lie in shared memory.
+            shards: the flat local shard, and memory for the shards of ``recv_ranks``.
+            counts: number of elements of each shard.
+            consume: ``consume(owner, begin, chunk)`` is called for each chunk of each shard. The
+                chunk starts at element ``begin`` of the shard. It may be in shared memory: do
+                not keep it.
         """
 
     @abstractmethod
     def reduce(self, partials: Partials, out: torch.Tensor, reduction: Reduction) -> None:
-        """Fill ``out``, flat, with the sum of this rank's part."""
+        """Fill the flat tensor ``out`` with the local shard of the sum."""
 
     @abstractmethod
     def end(self) -> None:
         """End the call."""
 
     def gather_flat(
-        self, whole: Sequence[torch.Tensor], arrived: Callable[[int], None] = lambda owner: None
+        self,
+        flat_shards: Sequence[torch.Tensor],
+        on_complete: Callable[[int], None] = lambda owner: None,
     ) -> None:
-        """Fill ``whole``, a flat tensor for each rank; this rank's own is filled already.
-        ``arrived(owner)`` is called when a shard is complete."""
-        own = self.call.group.rank
-        shards = {owner: whole[owner] for owner in (*self.received, own)}
+        """Gather flat shards in place.
 
-        def place(owner: int, begin: int, part: torch.Tensor) -> None:
+        Args:
+            flat_shards: one flat tensor per rank. Only the local shard holds its data before.
+            on_complete: ``on_complete(owner)`` is called when a shard is complete.
+        """
+        rank = self.call.group.rank
+        shards = {owner: flat_shards[owner] for owner in (*self.recv_ranks, rank)}
+
+        def store(owner: int, begin: int, chunk: torch.Tensor) -> None:
             if owner not in shards:
-                whole[owner][begin : begin + part.numel()].copy_(part)
-            if begin + part.numel() == counts[owner]:
-                arrived(owner)
+                flat_shards[owner][begin : begin + chunk.numel()].copy_(chunk)
+            if begin + chunk.numel() == counts[owner]:
+                on_complete(owner)
 
-        counts = [shard.numel() for shard in whole]
-        step = max(counts) if self.chunk is None else self.chunk // whole[own].itemsize
-        self.gather(shards, counts, max(1, step), place)
+        counts = [shard.numel() for shard in flat_shards]
+        chunk_numel = (
+            max(counts)
+            if self.chunk_nbytes is None
+            else self.chunk_nbytes // flat_shards[rank].itemsize
+        )
+        self.gather(shards, counts, max(1, chunk_numel), store)
 
 
-def operations(kind: Callable[[Call], Transfers]) -> tuple[Callable[..., None], ...]:
-    """Return an algorithm's `gather` and `reduce`, whose calls transfer by ``kind``."""
+def make_functions(transfers_class: Callable[[Call], Transfers]) -> tuple[Callable[..., None], ...]:
+    """Return the `gather` and `reduce` of an algorithm that uses ``transfers_class``."""
 
-    def gather(call: Call, x: torch.Tensor, products: Products) -> None:
-        _gather(kind(call), x, products)
+    def gather(call: Call, x: torch.Tensor, outputs: GatherOutputs) -> None:
+        _gather(transfers_class(call), x, outputs)
 
     def reduce(
         call: Call, x: torch.Tensor, w: Weight | None, out: torch.Tensor, reduction: Reduction
     ) -> None:
-        _reduce(kind(call), x, w, out, reduction)
+        _reduce(transfers_class(call), x, w, out, reduction)
 
     return gather, reduce
 
 
-def _gather(transfers: Transfers, x: torch.Tensor, products: Products) -> None:
-    """Carry out a call that gathers."""
+def _gather(transfers: Transfers, x: torch.Tensor, outputs: GatherOutputs) -> None:
+    """Run a call that gathers."""
     call = transfers.call
     problem, counts, rank = call.problem, shard_counts(call.problem), call.group.rank
-    if products.weights:
-        made = SplitProducts(call, x, products, transfers.room)
-        memory, width = None, problem.shape[-1]
-        if made.gathered is not None and problem.outer == 1:  # shards are contiguous in it
-            memory = made.gathered.view(-1).split(counts)
+    if outputs.weights:
+        matmuls = ChunkedMatmuls(call, x, outputs, transfers.buffer_nbytes)
+        gathered_shards, width = None, problem.shape[-1]
+        if matmuls.gathered is not None and problem.outer == 1:  # gathered shards are contiguous
+            gathered_shards = matmuls.gathered.view(-1).split(counts)
         shards = {
-            owner: empty([counts[owner]], x.dtype, x.device) if memory is None else memory[owner]
-            for owner in transfers.received
+            owner: empty([counts[owner]], x.dtype, x.device)
+            if gathered_shards is None
+            else gathered_shards[owner]
+            for owner in transfers.recv_ranks
         }
 
-        def multiply(owner: int, begin: int, part: torch.Tensor) -> None:
-            in_place = memory is not None and owner in transfers.received
-            made.use(owner, begin // width, part.view(-1, width), in_place)
+        def multiply(owner: int, begin: int, chunk: torch.Tensor) -> None:
+            in_place = gathered_shards is not None and owner in transfers.recv_ranks
+            matmuls.consume(owner, begin // width, chunk.view(-1, width), in_place)
 
         shards[rank] = x.contiguous().view(-1)
-        transfers.gather(shards, counts, made.split.step * width, multiply)
+        transfers.gather(shards, counts, matmuls.chunk_plan.chunk_rows * width, multiply)
         transfers.end()
-        made.finish()
+        matmuls.finish()
         return
-    out = products.memory(call, x)
-    places, whole = out.split(list(problem.sizes), problem.dim), list(out.view(-1).split(counts))
+    out = outputs.gather_buffer(call, x)
+    out_shards, flat_shards = (
+        out.split(list(problem.sizes), problem.dim),
+        list(out.view(-1).split(counts)),
+    )
     if problem.outer == 1:
-        whole[rank].copy_(x.reshape(-1))
+        flat_shards[rank].copy_(x.reshape(-1))
     else:  # shards are not contiguous in the output
-        whole = [empty([0 if r == rank else n], x.dtype, x.device) for r, n in enumerate(counts)]
-        whole[rank] = x.contiguous().view(-1)
+        flat_shards = [
+            empty([0 if r == rank else n], x.dtype, x.device) for r, n in enumerate(counts)
+        ]
+        flat_shards[rank] = x.contiguous().view(-1)
 
-    def put(owner: int) -> None:
+    def copy_to_output(owner: int) -> None:
         if problem.outer != 1:
-            places[owner].copy_(whole[owner].view(places[owner].shape))
+            out_shards[owner].copy_(flat_shards[owner].view(out_shards[owner].shape))
 
-    transfers.gather_flat(whole, put)
+    transfers.gather_flat(flat_shards, copy_to_output)
     transfers.end()
 
 
@@ -144,17 +163,20 @@ def _reduce(
     out: torch.Tensor,
     reduction: Reduction,
 ) -> None:
-    """Carry out a call that reduces. ``out`` may be ``x``: a part is overwritten with its sum,
-    which is complete only when the partials of all ranks have been read or received."""
+    """Run a call that reduces.
+
+    ``out`` may be ``x``: a slice is overwritten with its sum only after the partial sums of all
+    ranks have been read or received.
+    """
     call = transfers.call
     if w is None:
-        partials = partials_of(call, x, transfers.chunk)
+        partials = input_partials(call, x, transfers.chunk_nbytes)
     else:
-        partials = partials_of_product(call, x, w, transfers.room)
+        partials = matmul_partials(call, x, w, transfers.buffer_nbytes)
     if call.problem.spec.scatters:
         transfers.reduce(partials, out.view(-1), reduction)
     else:
-        sums = out.view(-1).tensor_split(list(partials.split.begins[1:]))
+        sums = out.view(-1).tensor_split(list(partials.chunk_plan.offsets[1:]))
         transfers.reduce(partials, sums[call.group.rank], reduction)
         transfers.gather_flat(sums)
     transfers.end()

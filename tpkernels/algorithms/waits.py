@@ -1,9 +1,9 @@
-"""What the algorithms over torch.distributed share: how a call begins, waits for a work, and ends.
+"""Start, waits and end of a call that uses torch.distributed.
 
-Sync: before a call sends anything, its ranks check that they are in the same call. With a
-workspace, they use its barrier. The words that follow order nothing; they report progress: READ
-means that a rank has called torch.distributed, RESULT that it has finished. Without a workspace,
-they use greetings (point_to_point.py); `hierarchical` watches the ranks of its host as well.
+Sync: before a call sends data, the ranks check that all of them are in the same call. With a
+workspace they use its barrier. Later signals do not order data. They report progress: READ after a
+rank has called torch.distributed, RESULT after it has finished. Without a workspace the ranks use
+handshakes (point_to_point.py), and `hierarchical` also watches the ranks of its host.
 """
 
 from __future__ import annotations
@@ -19,25 +19,27 @@ from tpkernels._C.host import Phase
 from tpkernels.errors import CollectiveTimeoutError, PeerLostError, TpkernelsError
 from tpkernels.groups.call import Call
 from tpkernels.groups.waiting_thread import PendingTransfers
-from tpkernels.local.ranges import TRANSFER, WAIT, recorded
+from tpkernels.local.ranges import TRANSFER, WAIT, record_range
 
-_LOOK = timedelta(seconds=0.02)  # between two looks at the peers
+_POLL_INTERVAL = timedelta(seconds=0.02)  # interval between two checks of the peers
 
 
 def finish(call: Call, work: dist.Work | PendingTransfers) -> None:
-    """Wait for torch.distributed and watch the peers meanwhile: gloo reports a rank's death only
-    to its neighbours, and tells nobody that a rank has given up. On GPUs the stream waits, and
-    torch.distributed watches."""
+    """Wait for torch.distributed, and watch the peers meanwhile.
+
+    gloo reports the death of a rank only to its neighbours, and does not report that a rank gave
+    up. On GPUs the stream waits, and torch.distributed watches.
+    """
     group = call.group
     if call.problem.device == "cuda":
         work.wait()
         return
     if group.workspace is not None:
         group.workspace.channel.publish(Phase.READ)
-    with recorded(TRANSFER), recorded(WAIT):
+    with record_range(TRANSFER), record_range(WAIT):
         while not work.is_completed():
-            with contextlib.suppress(RuntimeError):  # not done yet, or a failure, raised below
-                work.wait(_LOOK)
+            with contextlib.suppress(RuntimeError):  # not done, or a failure that is raised below
+                work.wait(_POLL_INTERVAL)
                 return
             _watch(call, 0.0)
     try:
@@ -49,26 +51,32 @@ def finish(call: Call, work: dist.Work | PendingTransfers) -> None:
 
 
 def raise_failure(call: Call, error: RuntimeError, peer: int | None) -> NoReturn:
-    """Raise our exception for torch.distributed's ``error``: what is known about the peers, or
-    about ``peer``, the rank that was waited for."""
-    group, late = call.group, "timed out" in str(error).lower()
-    # A connection may close slightly before the kernel reports that the process has ended.
-    until = time.monotonic() + 0.2
-    while time.monotonic() < until and (group.workspace is not None or call.node is not None):
-        _watch(call, group.timeout if late else 0.0)
+    """Raise a tpkernels error for the torch.distributed error ``error``.
+
+    A known failure of a peer takes precedence. Otherwise the error reports ``peer``, the awaited
+    rank.
+    """
+    group, timed_out = call.group, "timed out" in str(error).lower()
+    # A connection may close slightly before the operating system reports the end of the process.
+    deadline = time.monotonic() + 0.2
+    while time.monotonic() < deadline and (group.workspace is not None or call.node is not None):
+        _watch(call, group.timeout if timed_out else 0.0)
         time.sleep(0.005)
-    kind = CollectiveTimeoutError if late else PeerLostError
-    whom = "torch.distributed" if peer is None else f"rank {peer}"
-    raise kind(
-        f"{call.plan.text}: rank {group.rank} waited for {whom}, timeout {group.timeout:g} s: "
-        f"{error}. The group is broken; create a new group.",
+    error_type = CollectiveTimeoutError if timed_out else PeerLostError
+    source = "torch.distributed" if peer is None else f"rank {peer}"
+    raise error_type(
+        f"{call.plan.description}: rank {group.rank} waited for {source}, timeout "
+        f"{group.timeout:g} s: {error}. The group is broken; create a new group.",
         peer=peer,
     ) from error
 
 
 def _watch(call: Call, waited: float) -> None:
     """Raise if a peer is lost or late. Peers that have not called torch.distributed come first.
-    Across hosts the late one is at the other end of the transfer, wherever that is."""
+
+    Across hosts this detects only lost peers on this host. A late rank is then not reported here:
+    it is the peer of the awaited transfer, on any host.
+    """
     workspace = call.group.workspace
     if workspace is not None:
         workspace.channel.watch(Phase.READ, waited)
@@ -77,8 +85,8 @@ def _watch(call: Call, waited: float) -> None:
         call.node.channel.watch(Phase.RESULT, 0.0)
 
 
-def announce_done(call: Call) -> None:
-    """Tell the peers that this rank needs nothing more from them, and that its process may end."""
+def signal_done(call: Call) -> None:
+    """Signal that this rank needs no more data from its peers, and that its process may end."""
     shared = call.node or call.group.workspace
     if shared is not None and call.group.world > 1 and call.problem.device == "cpu":
         shared.channel.publish(Phase.RESULT)

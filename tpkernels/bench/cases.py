@@ -1,4 +1,4 @@
-"""The implementations of an op that are compared on `Operands`, and `Inputs`: copies of these."""
+"""Implementations of an op on `Operands`, to compare, and `Inputs`: copies used in rotation."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tpkernels.symm.limits import available_bytes
 from tpkernels.timing import slowest
 from tpkernels.torch_private import scaled_mm
 
-# Inputs are cold if all copies exceed the last-level cache by this factor: a copy is then evicted
-# before its next use.
+# Inputs are cold if all copies together have at least this multiple of the bytes of the last-level
+# cache. A copy is then evicted before its next use.
 COLD = 2.0
-_MAX_COPIES = 1 << 14  # creating them takes 0.2 s; with 4 KiB inputs they exceed 32 MiB
+_MAX_COPIES = 1 << 14  # creating them lasts 0.2 s; inputs of 4 KiB then exceed 32 MiB
 
 # Renamed in torch 2.13; the old names warn.
 _gather_shards = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -33,7 +33,7 @@ _reduce_shards = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 def random_case(spec: Spec, device: torch.device | str = "cpu") -> Operands:
-    """Draw inputs of this rank."""
+    """Draw random inputs of this rank."""
     case = OpCase(
         op=spec.op,
         extents=spec.extents,
@@ -53,86 +53,92 @@ def world_group() -> Group:
     return groups.get(dist.group.WORLD.group_name)
 
 
-def planned(case: Operands, algorithm: str) -> tuple[Outputs, Plan]:
-    """Run the op; return its results and its plan."""
+def run_planned(operands: Operands, algorithm: str) -> tuple[Outputs, Plan]:
+    """Run the op. Return the results and the plan."""
     group = world_group()
-    group.forget_calls()
-    outputs = case.run(algorithm)
+    group.clear_planned_calls()
+    outputs = operands.run(algorithm)
     (call,) = group.planned_calls()
     plan: Plan = call.plan
     return outputs, plan
 
 
-def run_torch(case: Operands) -> Outputs:
-    """Run the same op by torch.distributed and torch.matmul; all-reduces of ``x`` work in place.
-    Not for routed ops, which `unfused` runs by torch.distributed."""
-    op, x = case.spec, case.x
+def run_torch(operands: Operands) -> Outputs:
+    """Run the op with torch.distributed and torch.matmul. An all-reduce overwrites ``x``. Routed
+    ops are not supported: for them `unfused` is already the torch.distributed program."""
+    op, x = operands.spec, operands.x
     if op.gathers and op.has_matmul:
-        return [run_matmul(gathered(case))]
+        return [run_matmul(gathered(operands))]
     if op.gathers:
-        y = all_gather(x, case.of.sizes)
+        y = all_gather(x, operands.case.sizes)
     elif op.exchanges:
-        y = _all_to_all(x, case.of.sizes, case.of.columns)
+        y = _all_to_all(x, operands.case.sizes, operands.case.columns)
     else:
-        y = run_matmul(case) if op.has_matmul else x
+        y = run_matmul(operands) if op.has_matmul else x
         if op.scatters:
-            y = _reduce_scatter(y, case.of.sizes)
+            y = _reduce_scatter(y, operands.case.sizes)
         else:
             dist.all_reduce(y)
-    if case.norm_weight is None:
+    if operands.norm_weight is None:
         return [y]
-    return [y, rms_norm(y, [y.shape[-1]], case.norm_weight, NORM_EPS)]
+    return [y, rms_norm(y, [y.shape[-1]], operands.norm_weight, NORM_EPS)]
 
 
-def run_matmul(case: Operands) -> torch.Tensor:
-    """Run torch.matmul, or torch._scaled_mm, on local operands, see `gathered`."""
-    if case.scales:
-        x, w, scale_x, scale_w = case.factors
-        return scaled_mm(x, w, scale_x, scale_w, out_dtype=case.of.dtype)
-    assert case.w is not None  # only for ops with a matmul
-    return torch.matmul(case.x, case.w)
+def run_matmul(operands: Operands) -> torch.Tensor:
+    """Run torch.matmul or torch._scaled_mm on local operands (see `gathered`)."""
+    if operands.scales:
+        x, w, scale_x, scale_w = operands.factors
+        return scaled_mm(x, w, scale_x, scale_w, out_dtype=operands.case.dtype)
+    assert operands.w is not None  # only for ops with a matmul
+    return torch.matmul(operands.x, operands.w)
 
 
-def run_local_matmul(case: Operands) -> torch.Tensor:
-    """Run the local matmul of this package on local operands, see `gathered`."""
-    assert case.w is not None  # only for ops with a matmul
-    out = case.x.new_empty(case.x.shape[0], case.w.shape[1], dtype=case.of.dtype)
-    if case.scales:
-        x, w, scale_x, scale_w = case.factors
+def run_local_matmul(operands: Operands) -> torch.Tensor:
+    """Run the local matmul of this package on local operands (see `gathered`)."""
+    assert operands.w is not None  # only for ops with a matmul
+    out = operands.x.new_empty(operands.x.shape[0], operands.w.shape[1], dtype=operands.case.dtype)
+    if operands.scales:
+        x, w, scale_x, scale_w = operands.factors
         return scaled_matmul(ScaledMatrix(x, scale_x), ScaledMatrix(w, scale_w), out)
-    return local_matmul(case.x, case.w, out)
+    return local_matmul(operands.x, operands.w, out)
 
 
-def gathered(case: Operands) -> Operands:
-    """Return the case with the operands of its local matmul: all rows of an all-gather."""
-    if not case.spec.gathers or case.w is None:
-        return case
-    x = all_gather(case.x.view(torch.uint8) if case.scales else case.x, case.of.sizes)
-    if not case.scales:
-        return replace(case, x=x)
-    scale, of_w = case.scales
-    return replace(case, x=x.view(case.x.dtype), scales=(all_gather(scale, case.of.sizes), of_w))
+def gathered(operands: Operands) -> Operands:
+    """Return the operands of the local matmul. For an all-gather op, x has all rows."""
+    if not operands.spec.gathers or operands.w is None:
+        return operands
+    x = all_gather(
+        operands.x.view(torch.uint8) if operands.scales else operands.x, operands.case.sizes
+    )
+    if not operands.scales:
+        return replace(operands, x=x)
+    scale, w_scale = operands.scales
+    return replace(
+        operands,
+        x=x.view(operands.x.dtype),
+        scales=(all_gather(scale, operands.case.sizes), w_scale),
+    )
 
 
 def all_gather(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
-    """Gather all shards. The collective needs equal shards, so uneven ones are padded."""
+    """Gather all shards. Uneven shards are padded, because the collective needs equal shards."""
     largest = max(sizes)
     padded = x
     if x.shape[0] < largest:
         padded = x.new_zeros(largest, *x.shape[1:])
         padded[: x.shape[0]] = x
-    whole = x.new_empty(largest * len(sizes), *x.shape[1:])
-    _gather_shards(whole, padded)
+    full = x.new_empty(largest * len(sizes), *x.shape[1:])
+    _gather_shards(full, padded)
     if min(sizes) == largest:
-        return whole
-    shards = whole.split(largest)
+        return full
+    shards = full.split(largest)
     return torch.cat([shard[:size] for shard, size in zip(shards, sizes, strict=True)])
 
 
 def _all_to_all(x: torch.Tensor, sizes: tuple[int, ...], columns: list[int]) -> torch.Tensor:
-    """Exchange rows for columns: return this rank's columns of the rows of all ranks."""
+    """Exchange rows for columns. Return the columns of this rank, with the rows of all ranks."""
     width = columns[dist.get_rank()]
-    send = torch.cat([part.reshape(-1) for part in x.split(columns, 1)])
+    send = torch.cat([shard.reshape(-1) for shard in x.split(columns, 1)])
     out, received = x.new_empty(sum(sizes), width), [size * width for size in sizes]
     dist.all_to_all_single(out.view(-1), send, received, [len(x) * count for count in columns])
     return out
@@ -148,40 +154,39 @@ def _reduce_scatter(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
 
 
 def memory_budget(device: str) -> int:
-    """Return the bytes that each rank may use for copies: an equal part of half the memory
-    available now. The same on all ranks. Collective."""
+    """Return the bytes per rank for copies: half of the available memory / number of ranks.
+    Identical on all ranks. Collective."""
     available = torch.cuda.mem_get_info()[0] if device == "cuda" else available_bytes()
     (largest,) = slowest([-float(available)])  # no rank allocates before all have measured
     return int(-largest) // (2 * dist.get_world_size())
 
 
 class Inputs:
-    """Copies of ``case``, used in rotation, so many that a call finds none of its inputs in the
-    cache. Collective.
+    """Copies of ``operands`` in rotation, so that the inputs of a call are not cached. Collective.
 
-    Before a copy is used again, copies of ``over_cache`` times the size of the last-level cache
-    have been read. From `COLD` on, a call reads its weights from memory, as in a model whose other
-    layers evict them.
+    Between two uses of a copy, ``over_cache`` times the bytes of the last-level cache are read. If
+    ``over_cache`` is at least `COLD`, a call reads its weights from memory, as in a model with many
+    layers.
 
     Args:
-        cold: make as many copies as that needs, memory permitting; otherwise make one.
+        cold: create as many copies as necessary, if memory permits. Otherwise create a single copy.
     """
 
-    over_cache: float  #: bytes of all copies over the last-level cache; inf if a rank has no input
+    over_cache: float  #: bytes of all copies / bytes of the last-level cache; inf for empty inputs
 
-    def __init__(self, case: Operands, *, cold: bool) -> None:
-        device, local, count = case.x.device.type, gathered(case), 1
-        w = case.w
-        nbytes = case.x.nbytes + (0 if w is None else w.nbytes)
+    def __init__(self, operands: Operands, *, cold: bool) -> None:
+        device, local, count = operands.x.device.type, gathered(operands), 1
+        w = operands.w
+        nbytes = operands.x.nbytes + (0 if w is None else w.nbytes)
         cache = last_level_cache_bytes(device)
         if cold:
             footprint = nbytes + (0 if w is None else local.x.nbytes)
-            fitting = memory_budget(device) // max(1, footprint)
-            count = min(math.ceil(COLD * cache / max(1, nbytes)), _MAX_COPIES, max(1, fitting))
+            max_copies = memory_budget(device) // max(1, footprint)
+            count = min(math.ceil(COLD * cache / max(1, nbytes)), _MAX_COPIES, max(1, max_copies))
         self.over_cache = count * nbytes / cache if nbytes else math.inf
-        self._case = case
+        self._original = operands
         self._copies = [
-            replace(case, x=case.x.clone(), w=None if w is None else w.clone())
+            replace(operands, x=operands.x.clone(), w=None if w is None else w.clone())
             for _ in range(count)
         ]
         self._sharded = cycle(self._copies)
@@ -192,14 +197,14 @@ class Inputs:
         )
 
     def sharded(self) -> Operands:
-        """Return the next copy, as an op takes it."""
+        """Return the next copy, with the sharded operands of the op."""
         return next(self._sharded)
 
     def gathered(self) -> Operands:
-        """Return the next copy with the operands of the local matmul: see `gathered`."""
+        """Return the next copy, with the operands of the local matmul (see `gathered`)."""
         return next(self._gathered)
 
     def restore(self) -> None:
-        """Restore the copies, which in-place calls overwrite."""
+        """Restore the copies after in-place calls."""
         for copy in self._copies:
-            copy.x.copy_(self._case.x)
+            copy.x.copy_(self._original.x)

@@ -1,7 +1,8 @@
 """The HTML report of `tpkernels bench`: charts as inline SVG, then the table of the terminal.
 
-The page is one file that loads nothing. It follows the light or dark scheme of the browser:
-matplotlib draws text and lines in the colours of `_THEME`, which CSS variables then replace.
+The page is a single self-contained file. It follows the light or dark scheme of the browser:
+matplotlib draws text and lines in the colours of `_THEME`, and CSS variables then replace these
+colours.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 
 from tpkernels.bench.report import WIDTH, show
-from tpkernels.bench.results import Row, Run, by_case
-from tpkernels.common.text import counted
+from tpkernels.bench.results import Row, Run, group_by_case
+from tpkernels.common.text import pluralize
 from tpkernels.launch.terminal import byte_size
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ _STYLE = {
     **dict.fromkeys(("xtick.labelcolor", "ytick.labelcolor"), _MUTED),
 }
 _RATIOS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.85, 1, 1.2, 1.5, 2, 3, 5, 7, 10, 20, 30, 50, 100)
-_OVERLAPS = (-1.0, 1.5)  # values beyond are drawn there
-# Red and green that can be read on white and on black; dim text lies between.
+_OVERLAPS = (-1.0, 1.5)  # axis limits; values outside are clipped
+# Red, green, and gray for dim text, with contrast on white and on black.
 _ANSI = [(0, 0, 0), (214, 69, 65), (34, 153, 84)]
 _TERMINAL = TerminalTheme((128, 128, 128), (128, 128, 128), _ANSI + [(128, 128, 128)] * 5)
 
@@ -80,7 +81,7 @@ pre {{ overflow-x: auto; padding: 0.8rem; background: var(--card); border-radius
 
 
 def write(run: Run, rows: list[Row], path: Path) -> list[str]:
-    """Write the report; return a sentence for each thing that it lacks, with the remedy."""
+    """Write the report. Return messages about missing sections, with the remedy."""
     missing, facts = list[str](), run.environment
     machine = [str(facts.get("cpu", "")), *map(str, facts.get("gpus") or [])]  # type: ignore[arg-type]
     lines = [f"{', '.join(machine)}; {run.date}", run.command]
@@ -92,15 +93,15 @@ def write(run: Run, rows: list[Row], path: Path) -> list[str]:
         sections.append(f"<p>{escape(MISSING)}</p>")
     console = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False)
     show(run, rows, console)
-    text = console.export_html(theme=_TERMINAL, inline_styles=True, code_format="{code}")
-    sections.append(f"<h2>Results</h2>\n<pre>{text}</pre>")
+    table = console.export_html(theme=_TERMINAL, inline_styles=True, code_format="{code}")
+    sections.append(f"<h2>Results</h2>\n<pre>{table}</pre>")
     page = _PAGE.format("\n".join(sections))
     path.write_text(page, encoding="utf-8")
     return missing
 
 
 def _sections(rows: list[Row]) -> Iterator[str]:
-    """Yield the sections with charts: one for each op, dtype and number of ranks."""
+    """Yield a section per metric, with a chart for each op, dtype and number of ranks."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -127,9 +128,9 @@ def _sections(rows: list[Row]) -> Iterator[str]:
         ),
     }
     with mpl.rc_context(_STYLE):
-        for title, (text, shows, draw) in charts.items():
+        for title, (description, includes, draw) in charts.items():
             drawn = []
-            for name, cases in _groups(filter(shows, rows)).items():
+            for name, cases in _groups(filter(includes, rows)).items():
                 figure = Figure(figsize=(4.7, 3.6), layout="constrained", facecolor="none")
                 axes = figure.subplots()
                 axes.set_title(name)
@@ -137,10 +138,12 @@ def _sections(rows: list[Row]) -> Iterator[str]:
                 drawn.append(_svg(figure))
             if drawn:
                 figures = "\n".join(drawn)
-                yield f"<h2>{title}</h2>\n<p>{text}</p>\n<div class=charts>\n{figures}\n</div>"
+                yield (
+                    f"<h2>{title}</h2>\n<p>{description}</p>\n<div class=charts>\n{figures}\n</div>"
+                )
 
 
-Cases = list[dict[str, Row]]  # of a chart, the smallest first, by variant
+Cases = list[dict[str, Row]]  # cases of a chart by size, each a mapping from variant to row
 Styles = dict[str, tuple[str, str]]  # color and marker of each variant
 Draw = Callable[["Axes", Cases, Styles], None]
 
@@ -175,10 +178,10 @@ def _draw_roofline(axes: Axes, cases: Cases, styles: Styles) -> None:
     roof = np.minimum(first.peak_flops, first.copy_bytes * x) / 1e12
     axes.plot(x, roof, color=_TEXT, linewidth=0.9)
     for name, (color, marker) in styles.items():
-        found = [case[name] for case in cases if name in case]
-        at = [row.flops / row.touched for row in found]
-        reached = [row.flops / (row.median or 1) / 1e9 for row in found]
-        axes.plot(at, reached, marker, color=color, markersize=5, label=name)
+        rows = [case[name] for case in cases if name in case]
+        intensity = [row.flops / row.touched for row in rows]
+        tflops = [row.flops / (row.median or 1) / 1e9 for row in rows]
+        axes.plot(intensity, tflops, marker, color=color, markersize=5, label=name)
     axes.loglog()
     axes.minorticks_off()
     axes.xaxis.set_major_formatter("{x:g}")
@@ -187,11 +190,11 @@ def _draw_roofline(axes: Axes, cases: Cases, styles: Styles) -> None:
 
 
 def _groups(rows: Iterable[Row]) -> dict[str, Cases]:
-    """Return the cases of each chart by its title."""
+    """Group the cases by chart title."""
     groups: dict[str, Cases] = {}
-    for case in by_case(sorted(rows, key=lambda row: row.shape or [row.bytes])).values():
+    for case in group_by_case(sorted(rows, key=lambda row: row.shape or [row.bytes])).values():
         row = next(iter(case.values()))
-        title = f"{row.op}\n{row.dtype}, {counted(row.tp, 'rank')}"
+        title = f"{row.op}\n{row.dtype}, {pluralize(row.tp, 'rank')}"
         groups.setdefault(title, []).append(case)
     return groups
 
@@ -199,14 +202,16 @@ def _groups(rows: Iterable[Row]) -> dict[str, Cases]:
 def _draw_over_sizes(
     axes: Axes, cases: Cases, styles: Styles, value: Callable[[Row], list[float]]
 ) -> None:
-    """Draw the quartiles of each variant over the sizes of the cases."""
+    """Draw the quartiles of each variant against the size of the case."""
     names = [name for name in styles if any(name in case for case in cases)]
     for i, name in enumerate(names):
         color, marker = styles[name]
-        at = [x + 0.12 * (i - (len(names) - 1) / 2) for x, case in enumerate(cases) if name in case]
+        positions = [
+            x + 0.12 * (i - (len(names) - 1) / 2) for x, case in enumerate(cases) if name in case
+        ]
         low, median, high = zip(*(value(case[name]) for case in cases if name in case), strict=True)
-        axes.vlines(at, low, high, color=color, linewidth=1.2)
-        axes.plot(at, median, marker, color=color, markersize=5, label=name)
+        axes.vlines(positions, low, high, color=color, linewidth=1.2)
+        axes.plot(positions, median, marker, color=color, markersize=5, label=name)
     sizes = [row.shape or [row.bytes] for row in (next(iter(case.values())) for case in cases)]
     label = "size"
     if len(sizes[0]) == 1:
@@ -218,23 +223,21 @@ def _draw_over_sizes(
     axes.set_xticks(range(len(cases)), ticks)
     if len(" ".join(ticks)) > 45:
         axes.tick_params("x", labelrotation=90)
-        axes.figure.set_figheight(4.6)  # type: ignore[union-attr]  # it is no subfigure
+        axes.figure.set_figheight(4.6)  # type: ignore[union-attr]  # not a subfigure
     axes.set_xlim(-0.6, len(cases) - 0.4)
     axes.grid(visible=False, axis="x")
     axes.set_xlabel(label)
 
 
 def _svg(figure: Figure) -> str:
-    """Return a figure with its legend as SVG that is part of a page."""
+    """Render a figure with its legend as an SVG element for the page."""
     figure.legend(loc="outside lower center", ncols=4, handlelength=1, columnspacing=1.2)
     drawn = io.StringIO()
     figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
-    text = drawn.getvalue()
-    text = re.sub(
-        r'width="[^"]*" height="[^"]*"', 'role="img"', text[text.index("<svg") :], count=1
-    )
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r' id="[a-zA-Z]+_[\d_]+"', "", text)  # not unique in the page
+    svg = drawn.getvalue()
+    svg = re.sub(r'width="[^"]*" height="[^"]*"', 'role="img"', svg[svg.index("<svg") :], count=1)
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' id="[a-zA-Z]+_[\d_]+"', "", svg)  # not unique in the page
     for color, variable in _THEME.items():
-        text = text.replace(color, variable)
-    return text
+        svg = svg.replace(color, variable)
+    return svg

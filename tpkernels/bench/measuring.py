@@ -1,8 +1,8 @@
-"""One case of `tpkernels bench` on one rank: verified first, then timed with its baselines.
+"""A case of `tpkernels bench` on a rank: verify the op, then time it with its baselines.
 
-unfused        the op with algorithm "unfused": the same local matmul, nothing overlapped
+unfused        the op with algorithm "unfused": the same local matmul without overlap
 torch          a torch.distributed collective (gloo, or NCCL on GPUs) and torch.matmul
-local_matmul   the local matmul that the algorithms use, no communication: no op can be faster
+local_matmul   the local matmul of the algorithms without communication: a lower bound of the time
 symm_mem       torch.ops.symm_mem.fused_* (CUDA)
 """
 
@@ -17,28 +17,28 @@ import torch.distributed as dist
 
 from tpkernels.bench.cases import (
     Inputs,
-    planned,
     random_case,
     run_local_matmul,
+    run_planned,
     run_torch,
     world_group,
 )
 from tpkernels.bench.specs import Spec
 from tpkernels.bench.sweep import Method
 from tpkernels.launch.session import all_gather_objects, rank_device, synchronizer
-from tpkernels.local.packed import native
-from tpkernels.local.scaled import ScaledMatrix, torch_takes
+from tpkernels.local.packed import is_native
+from tpkernels.local.scaled import ScaledMatrix, torch_supports
 from tpkernels.ops.reference import Expected, rms_norm
 from tpkernels.planning.cost import Rates
 from tpkernels.qualification.op_case import NORM_EPS, Operands, Outputs
 from tpkernels.timing import Samples, Variant, measure
 
-_MIN_REPEAT = 3  # repetitions, however long they take: see `timing.measure`
+_MIN_REPEAT = 3  # repetitions that run even if they exceed the budget: see `timing.measure`
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The plan of one requested algorithm, and the largest error of its result over the bound."""
+    """The plan of a requested algorithm, and the largest error of its result / error bound."""
 
     algorithm: str
     reason: str
@@ -47,12 +47,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class CaseReport:
-    """One rank's report on a case.
+    """Report of a rank on a case.
 
     Attributes:
-        choices: by the requested name of the algorithm.
-        samples: of the baselines and, by requested name, of the algorithms whose result is right.
-        left_out: the baselines that were not run, with the reasons.
+        choices: choices by requested algorithm.
+        samples: samples by baseline and by requested algorithm, without wrong algorithms.
+        left_out: skipped baselines, with the reasons.
         inputs_over_cache: `Inputs.over_cache`.
     """
 
@@ -63,29 +63,30 @@ class CaseReport:
 
 
 def run_case(spec: Spec, method: Method, rates: Rates | None = None) -> CaseReport:
-    """Verify a case, then time the right results, interleaved with the baselines. `unfused` is
+    """Verify a case, then time the correct algorithms, interleaved with the baselines. `unfused` is
     always included. Collective.
 
     Args:
-        rates: the rates of the slowest rank, identical on all ranks; not needed if the method has
-            no limit of seconds, or no baselines.
+        rates: rates of the slowest rank, identical on all ranks. Only needed if the method has a
+            time limit and baselines.
     """
-    case = random_case(spec, rank_device(method.device))
-    left_out = _left_out(case, method, rates)
+    operands = random_case(spec, rank_device(method.device))
+    left_out = _left_out(operands, method, rates)
     planned_runs = {
-        name: planned(case.copy(), name) for name in dict.fromkeys([*method.algorithms, "unfused"])
+        name: run_planned(operands.copy(), name)
+        for name in dict.fromkeys([*method.algorithms, "unfused"])
     }
     worst = check(
-        case,
+        operands,
         {name: outputs for name, (outputs, _) in planned_runs.items()},
-        None if "torch" in left_out else run_torch(case.copy()),
+        None if "torch" in left_out else run_torch(operands.copy()),
     )
     choices = {
         name: Choice(plan.algorithm, plan.reason, worst[name])
         for name, (_, plan) in planned_runs.items()
     }
-    del planned_runs  # frees their results
-    inputs = Inputs(case, cold=method.cold)
+    del planned_runs  # frees the results
+    inputs = Inputs(operands, cold=method.cold)
     runs: dict[str, Callable[[], object]] = {
         "torch": lambda: run_torch(inputs.sharded()),
         "local_matmul": lambda: run_local_matmul(inputs.gathered()),
@@ -95,9 +96,9 @@ def run_case(spec: Spec, method: Method, rates: Rates | None = None) -> CaseRepo
     for name, choice in choices.items():
         if choice.error_over_bound <= 1:
             runs[name] = lambda name=name: inputs.sharded().run(name)  # type: ignore[misc]
-    # all_reduce works in place, and so does torch with a sum that is normalised: each timed region
-    # starts from the same values.
-    undo = inputs.restore if case.spec.keeps_sum and case.w is None else None
+    # all_reduce works in place, and so does the torch baseline of all_reduce_rms_norm. Restore the
+    # inputs so that each timed region starts with the same values.
+    undo = inputs.restore if operands.spec.keeps_sum and operands.w is None else None
     samples = measure(
         {name: Variant(run, undo) for name, run in runs.items()},
         repeat=method.repeat,
@@ -109,53 +110,58 @@ def run_case(spec: Spec, method: Method, rates: Rates | None = None) -> CaseRepo
 
 
 def check(
-    case: Operands, results: Mapping[str, Outputs], torch_outputs: Outputs | None = None
+    operands: Operands, results: Mapping[str, Outputs], torch_outputs: Outputs | None = None
 ) -> dict[str, float]:
-    """Compare results of ``case``, by name, with float64. Return the largest ``error / bound`` of
-    each, see `Expected.worst`. Collective: each rank checks its rows, and all ranks return the
-    largest of all rows.
+    """Compare results with float64. Return the largest ``error / bound`` by name (see
+    `Expected.worst`). Collective: each rank checks a shard of the rows, and all ranks return the
+    maximum over all rows.
 
-    On CUDA tensors NCCL may sum, which rounds each of the W - 1 additions to the wire dtype, and
-    torch adds up the squares of a norm in any order.
+    On CUDA tensors NCCL may reduce, with W - 1 roundings to the communication dtype, and torch sums
+    the squares of a norm in any order.
 
     Args:
-        torch_outputs: the result of `run_torch`, whose error is added to the bound.
+        results: results of ``operands``, by name.
+        torch_outputs: the result of `run_torch`. Its error is added to the bound.
     """
-    # Roundings to the wire dtype: one of a matmul's partial, and one of each sum by NCCL.
-    on_wire = case.spec.has_matmul + (len(case.of.sizes) - 1 if case.x.is_cuda else 0)
-    expected = case.expected(case.of.rows(case.rank), on_wire)
+    # Roundings to the communication dtype: one of a matmul partial, and one per addition by NCCL.
+    roundings = operands.spec.has_matmul + (
+        len(operands.case.sizes) - 1 if operands.x.is_cuda else 0
+    )
+    expected = operands.expected(operands.case.rows(operands.rank), roundings)
     if torch_outputs is not None:
-        torch_error = (_mine(case, torch_outputs[0]) - expected[0].exact).abs()
+        torch_error = (_select_checked_rows(operands, torch_outputs[0]) - expected[0].exact).abs()
         expected[0] = replace(expected[0], bound=expected[0].bound + torch_error)
     worst = {}
     for name, outputs in results.items():
-        errors = [_worst(case, y, want) for y, want in zip(outputs, expected, strict=False)]
-        if case.norm_weight is not None and errors[0] <= 1:  # normalised rows of a right sum
-            total = _mine(case, outputs[0])
-            normed = rms_norm(total, case.norm_weight, NORM_EPS, any_order=total.is_cuda)
-            errors.append(_worst(case, outputs[1], normed))
-        worst[name] = max(errors) if _same_on_all_ranks(case, outputs) else math.inf
+        errors = [
+            _worst(operands, y, reference) for y, reference in zip(outputs, expected, strict=False)
+        ]
+        if operands.norm_weight is not None and errors[0] <= 1:  # only for a correct sum
+            total = _select_checked_rows(operands, outputs[0])
+            normed = rms_norm(total, operands.norm_weight, NORM_EPS, any_order=total.is_cuda)
+            errors.append(_worst(operands, outputs[1], normed))
+        worst[name] = max(errors) if _is_identical_on_all_ranks(operands, outputs) else math.inf
     ranks = all_gather_objects(worst)
     return {name: max(rank[name] for rank in ranks) for name in worst}
 
 
-def _mine(case: Operands, y: torch.Tensor) -> torch.Tensor:
-    """Return the rows that this rank checks: its shard of an all-reduce, else all."""
-    return y[case.of.rows(case.rank)] if case.spec.keeps_sum else y
+def _select_checked_rows(operands: Operands, y: torch.Tensor) -> torch.Tensor:
+    """Return the rows that this rank checks: its shard of an all-reduce, otherwise all rows."""
+    return y[operands.case.rows(operands.rank)] if operands.spec.keeps_sum else y
 
 
-def _worst(case: Operands, y: torch.Tensor, expected: Expected) -> float:
-    """Return the largest ``error / bound`` of the rows that this rank checks."""
-    shape = [sum(case.of.sizes), *expected.exact.shape[1:]]
-    if case.spec.keeps_sum and y.shape != torch.Size(shape):
+def _worst(operands: Operands, y: torch.Tensor, expected: Expected) -> float:
+    """Return the largest ``error / bound`` in the rows that this rank checks."""
+    shape = [sum(operands.case.sizes), *expected.exact.shape[1:]]
+    if operands.spec.keeps_sum and y.shape != torch.Size(shape):
         return math.inf
-    return expected.worst(_mine(case, y))
+    return expected.worst(_select_checked_rows(operands, y))
 
 
-def _same_on_all_ranks(case: Operands, outputs: Outputs) -> bool:
-    """Return whether an all-reduce produced the same bits on every rank."""
+def _is_identical_on_all_ranks(operands: Operands, outputs: Outputs) -> bool:
+    """Return whether the results of an all-reduce are bitwise identical on all ranks."""
     same = True
-    for output in outputs if case.spec.keeps_sum else []:
+    for output in outputs if operands.spec.keeps_sum else []:
         bits = output.contiguous().view(torch.uint8)
         first = bits.clone()
         dist.broadcast(first, src=0)
@@ -163,53 +169,57 @@ def _same_on_all_ranks(case: Operands, outputs: Outputs) -> bool:
     return same
 
 
-def _left_out(case: Operands, method: Method, rates: Rates | None) -> dict[str, str]:
-    """Return the baselines that are not run, with the reasons; "" if the user expects none.
-    Collective."""
-    left_out = {"local_matmul": ""} if case.w is None else {}
-    rows, expected = sum(case.of.sizes) if case.spec.gathers else len(case.x), 0.0
-    if rates is not None and case.w is not None:
-        expected = 2 * rows * case.w.numel() / rates.torch_flops
-    if case.spec.routed or not method.baselines:
-        left_out["torch"] = ""  # `unfused` already runs routed ops by torch's all-to-all
-    elif case.scales and case.x.is_cuda and not _torch_multiplies(case):
+def _left_out(operands: Operands, method: Method, rates: Rates | None) -> dict[str, str]:
+    """Return the skipped baselines with the reasons. The reason is "" if the user does not expect
+    the baseline. Collective."""
+    left_out = {"local_matmul": ""} if operands.w is None else {}
+    rows, expected = sum(operands.case.sizes) if operands.spec.gathers else len(operands.x), 0.0
+    if rates is not None and operands.w is not None:
+        expected = 2 * rows * operands.w.numel() / rates.torch_flops
+    if operands.spec.routed or not method.baselines:
+        left_out["torch"] = ""  # for routed ops, `unfused` already uses the torch all-to-all
+    elif operands.scales and operands.x.is_cuda and not _torch_multiplies(operands):
         left_out["torch"] = "torch._scaled_mm does not support these operands on this GPU"
     elif method.seconds is not None and expected * _MIN_REPEAT > method.seconds:
-        slow = "" if native(case.x.dtype) else "; the processor has no instructions for the dtype"
+        slow = (
+            ""
+            if is_native(operands.x.dtype)
+            else "; the processor has no instructions for the dtype"
+        )
         left_out["torch"] = f"torch.matmul would need about {expected:.2g} s per call{slow}"
-    if not (method.baselines and case.x.is_cuda):
+    if not (method.baselines and operands.x.is_cuda):
         left_out["symm_mem"] = ""
-    elif reasons := [reason for reason in all_gather_objects(_try_symm_mem(case)) if reason]:
+    elif reasons := [reason for reason in all_gather_objects(_try_symm_mem(operands)) if reason]:
         left_out["symm_mem"] = reasons[0]
     return left_out
 
 
-def _torch_multiplies(case: Operands) -> bool:
-    """Return whether torch has a kernel for scaled operands on this GPU."""
-    x, w, scale_x, scale_w = case.factors
-    return torch_takes(ScaledMatrix(x, scale_x), ScaledMatrix(w, scale_w), case.of.dtype)
+def _torch_multiplies(operands: Operands) -> bool:
+    """Return whether torch._scaled_mm supports these operands on this GPU."""
+    x, w, scale_x, scale_w = operands.factors
+    return torch_supports(ScaledMatrix(x, scale_x), ScaledMatrix(w, scale_w), operands.case.dtype)
 
 
-def _try_symm_mem(case: Operands) -> str:
-    """Run the fused op of torch once; return why it cannot run, or "". Collective."""
-    if case.of.op not in ("all_gather_matmul", "matmul_reduce_scatter"):
-        return f"torch.ops.symm_mem has no fused {case.of.op}"
-    if min(case.of.sizes) != max(case.of.sizes):
+def _try_symm_mem(operands: Operands) -> str:
+    """Run the fused op of torch once. Return the reason why it cannot run, or "". Collective."""
+    if operands.case.op not in ("all_gather_matmul", "matmul_reduce_scatter"):
+        return f"torch.ops.symm_mem has no fused {operands.case.op}"
+    if min(operands.case.sizes) != max(operands.case.sizes):
         return "torch.ops.symm_mem needs equal shards"
     from tpkernels.torch_private import symmetric_memory
 
     try:
         symmetric_memory.enable_symm_mem_for_group(world_group().pg.group_name)
-        _run_symm_mem(case)
+        _run_symm_mem(operands)
         torch.cuda.synchronize()
     except (NotImplementedError, RuntimeError, AttributeError) as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return ""
 
 
-def _run_symm_mem(case: Operands) -> object:
+def _run_symm_mem(operands: Operands) -> object:
     """Run the fused op of torch."""
     name, ops = world_group().name, torch.ops.symm_mem
-    if case.spec.gathers:
-        return ops.fused_all_gather_matmul(case.x, [case.w], 0, name)
-    return ops.fused_matmul_reduce_scatter(case.x, case.w, "sum", 0, name)
+    if operands.spec.gathers:
+        return ops.fused_all_gather_matmul(operands.x, [operands.w], 0, name)
+    return ops.fused_matmul_reduce_scatter(operands.x, operands.w, "sum", 0, name)

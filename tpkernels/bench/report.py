@@ -1,4 +1,4 @@
-"""The table that `tpkernels bench` prints: at most 100 columns, and three lines of legend."""
+"""The table of `tpkernels bench`: at most 100 columns, with three lines of legend."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from tpkernels.bench.cases import COLD
-from tpkernels.bench.results import Row, Run, by_case
-from tpkernels.common.text import counted
+from tpkernels.bench.results import Row, Run, group_by_case
+from tpkernels.common.text import pluralize
 from tpkernels.launch.terminal import byte_size, milliseconds
 
 WIDTH = 100
@@ -22,7 +22,7 @@ E_overlap: fraction of the exposed communication time of unfused that the op hid
 
 
 def show(run: Run, rows: list[Row], console: Console) -> None:
-    """Print the table, its legend and notes; nothing without rows."""
+    """Print the table, its legend and notes. Without rows, print nothing."""
     if not rows:
         return
     grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
@@ -37,19 +37,19 @@ def show(run: Run, rows: list[Row], console: Console) -> None:
         "E_over-\nlap",
     ):
         grid.add_column(name, justify="right", no_wrap=True)
-    for variants in by_case(rows).values():
+    for variants in group_by_case(rows).values():
         for name in run.method.algorithms:
             grid.add_row(*_cells(variants, name))
     console.print(grid)
-    for text in (LEGEND, *_notes(run, rows)):
-        console.print(text, markup=False)
+    for note in (LEGEND, *_notes(run, rows)):
+        console.print(note, markup=False)
 
 
 def _cells(variants: dict[str, Row], name: str) -> Iterator[str]:
     row = variants[name]
     size = byte_size(row.bytes) if row.shape is None else ", ".join(map(str, row.shape))
     case = [f"{size} {row.dtype} x{row.tp}", *row.labels]
-    yield "\n".join([escape(row.op), *(f"[dim]{escape(text)}[/]" for text in case)])
+    yield "\n".join([escape(row.op), *(f"[dim]{escape(line)}[/]" for line in case)])
     yield escape(name if row.algorithm == name else f"{name}:\n{row.algorithm}")
     if row.median is None or row.q1 is None or row.q3 is None or row.roofline is None:
         yield from ("[bold red]WRONG[/]", "")
@@ -60,8 +60,8 @@ def _cells(variants: dict[str, Row], name: str) -> Iterator[str]:
             f"{row.roofline:.0%}",
         )
     for baseline in ("unfused", "torch", "local_matmul"):
-        other = variants.get(baseline)
-        lines = [milliseconds(other.median)] if other and other.median else []
+        base = variants.get(baseline)
+        lines = [milliseconds(base.median)] if base and base.median else []
         if baseline in row.speedup and baseline != "local_matmul":
             lines.append(_speedup(*row.speedup[baseline]))
         yield "\n".join(lines)
@@ -76,10 +76,10 @@ def _speedup(q1: float, median: float, q3: float) -> str:
 
 
 def _notes(run: Run, rows: list[Row]) -> Iterator[str]:
-    """Describe the conditions of the run in sentences."""
+    """Yield sentences about the conditions of the run."""
     rates = {(row.tp, row.dtype): (row.peak_flops / 1e12, row.copy_bytes / 1e9) for row in rows}
     for (tp, dtype), (tflops, rate) in rates.items():
-        ranks = f"each of {counted(tp, 'rank')}"
+        ranks = f"each of {pluralize(tp, 'rank')}"
         yield f"Roofline, {dtype}: {ranks} reaches {tflops:.3g} TFLOP/s and copies {rate:.3g} GB/s."
     counts = [len(row.ms) for row in rows if row.ms] or [0]
     inputs = "are not in the cache" if run.method.cold else "are reused and may be in the cache"

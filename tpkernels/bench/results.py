@@ -1,8 +1,8 @@
-"""Results of `tpkernels bench`: one row per case and variant, kept as JSON lines.
+"""Results of `tpkernels bench`: a row per case and variant, stored as JSON lines.
 
-The first line of a file describes the run (`Run`), each other line is a `Row`. Lines are written
-as cases are finished, so an interrupted run keeps what it has measured. Statistics are medians and
-quartiles over repetitions, each of which counts with the time of its slowest rank.
+The first line of a file is the `Run`, and each further line is a `Row`. Lines are written when a
+case is finished, so an interrupted run keeps the finished cases. Statistics are medians and
+quartiles over repetitions. The time of a repetition is the time of its slowest rank.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from tpkernels import _C
 from tpkernels.bench.measuring import CaseReport
 from tpkernels.bench.sweep import Item, Method
 from tpkernels.common import dtypes
-from tpkernels.common.text import all_printable, short
+from tpkernels.common.text import all_printable, shorten
 from tpkernels.launch.terminal import UsageError, read_input
 from tpkernels.planning import machine
 from tpkernels.planning.cost import Rates
 from tpkernels.planning.records import from_json
 
 FORMAT = "tpkernels-bench/5"
-_MAX_BYTES = 256 << 20  # a row takes about 1 KiB
+_MAX_BYTES = 256 << 20  # file size limit; a row has about 1 KiB
 _MAX_MESSAGE = 300  # characters
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """How and where the rows of a file were measured."""
+    """Method and environment of the rows in a file."""
 
     format: str
     date: str
@@ -51,33 +51,34 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One variant of one case: a requested algorithm or a baseline."""
+    """Result of a variant (a requested algorithm or a baseline) on a case."""
 
-    case: str  #: the name of the case, the same in every run
+    case: str  #: name of the case, identical in every run
     op: str
     shape: list[int] | None  #: M, N, K over all ranks; None for a collective
     bytes: int  #: size of the tensor that is sent, over all ranks
     dtype: str
     tp: int
-    labels: list[str]  #: the projections of models that this case is
-    flops: int  #: of the busiest rank, as ``traffic`` and ``touched``
+    labels: list[str]  #: model projections with this shape
+    flops: int  #: flops of the busiest rank; ``traffic`` and ``touched`` also count that rank
     traffic: int  #: bytes from peers
     touched: int  #: bytes read or written, ``traffic`` included
     peak_flops: float  #: per second, on every rank while all ranks multiply
     copy_bytes: float  #: per second, reads plus writes, on every rank while all ranks copy
     inputs_over_cache: float  #: size of all input copies; below 2, inputs may be in the cache
     variant: str  #: the requested algorithm, or the baseline
-    algorithm: str  #: that the plan chose
-    reason: str  #: of the plan, or why a baseline was left out
+    algorithm: str  #: selected algorithm
+    reason: str  #: reason of the plan, or reason why a baseline was skipped
     status: str  #: "timed", "wrong" or "left out"
     error_over_bound: float | None
-    ms: list[float]  #: of each repetition, the slowest rank's mean of ``calls`` calls
+    ms: list[float]  #: mean of ``calls`` calls on the slowest rank, for each repetition
     calls: int
     q1: float | None
     median: float | None
     q3: float | None
-    roofline: float | None  #: the least possible time over the median
-    speedup: dict[str, list[float]]  #: quartiles over each baseline, paired by repetition
+    roofline: float | None  #: roofline time / median
+    #: Quartiles of the speed-up over each of the other variants, with ratios per repetition.
+    speedup: dict[str, list[float]]
     e_overlap: float | None  #: see `overlap`
 
     def __post_init__(self) -> None:
@@ -85,16 +86,16 @@ class Row:
             raise ValueError(f"status {self.status!r} does not fit ms={self.ms[:3]}")
 
 
-def rows_of(item: Item, rates: Rates, reports: Sequence[CaseReport]) -> list[Row]:
+def make_rows(item: Item, rates: Rates, reports: Sequence[CaseReport]) -> list[Row]:
     """Compute the rows of a case from the reports of all ranks."""
     spec, first, cost = item.spec, reports[0], item.spec.cost(item.world)
     times = {
         name: 1e3 * np.max([report.samples[name].seconds for report in reports], axis=0)
         for name in first.samples
     }
-    local, least = times.get("local_matmul"), 1e3 * rates.least_seconds(cost)
+    local, min_ms = times.get("local_matmul"), 1e3 * rates.roofline_seconds(cost)
     if local is not None:  # the machine may have been slower during the probe
-        least = min(least, float(local.min()))
+        min_ms = min(min_ms, float(local.min()))
     case: dict[str, Any] = {
         "case": item.key,
         "op": spec.op,
@@ -120,8 +121,8 @@ def rows_of(item: Item, rates: Rates, reports: Sequence[CaseReport]) -> list[Row
         if (ms := times.get(name)) is not None:
             row |= zip(("q1", "median", "q3"), quartiles(ms), strict=True)
             row |= {"status": "timed", "ms": ms.tolist(), "calls": first.samples[name].calls}
-            row["roofline"] = least / row["median"]
-            row["speedup"] = {one: quartiles(times[one] / ms) for one in times if one != name}
+            row["roofline"] = min_ms / row["median"]
+            row["speedup"] = {base: quartiles(times[base] / ms) for base in times if base != name}
             if local is not None and "unfused" in times and name != "local_matmul":
                 row["e_overlap"] = overlap(ms, times["unfused"], local)
         rows.append(Row(**row))
@@ -134,10 +135,10 @@ def quartiles(values: Sequence[float] | np.ndarray) -> list[float]:
 
 
 def overlap(op: ArrayLike, unfused: ArrayLike, local: ArrayLike) -> float | None:
-    """Return E_overlap (Flux, arXiv:2406.06858), the fraction of the unfused op's exposed
-    communication that the op hides: 1 all, 0 none, below 0 the op is slower than unfused.
+    """Return E_overlap (Flux, arXiv:2406.06858), the fraction of the exposed communication time of
+    unfused that the op hides. 1: all, 0: as fast as unfused, below 0: slower than unfused.
 
-    None if the unfused op is not clearly slower than the local matmul, and so exposes nothing.
+    None if unfused is not clearly slower than the local matmul, so it has no exposed communication.
     """
     op, unfused, local = map(np.asarray, (op, unfused, local))
     if quartiles(unfused - local)[0] <= 0:
@@ -145,8 +146,8 @@ def overlap(op: ArrayLike, unfused: ArrayLike, local: ArrayLike) -> float | None
     return float(1 - (np.median(op) - np.median(local)) / (np.median(unfused) - np.median(local)))
 
 
-def by_case(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
-    """Return the rows of each case by variant."""
+def group_by_case(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
+    """Group rows by case, then variant."""
     cases: dict[str, dict[str, Row]] = {}
     for row in rows:
         cases.setdefault(row.case, {})[row.variant] = row
@@ -156,8 +157,8 @@ def by_case(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
 # Files.
 
 
-def new_run(method: Method) -> Run:
-    """Describe the run that starts now, and the machine."""
+def create_run(method: Method) -> Run:
+    """Return the `Run` of this process, with the current time and the machine."""
     environment = {
         **machine.versions(),
         "python": platform.python_version(),
@@ -183,15 +184,15 @@ def line(record: Run | Row) -> str:
 
 
 def load(path: Path) -> tuple[Run, list[Row]]:
-    """Read a file; control characters in its texts are escaped. ``UsageError`` if it is invalid."""
-    content, records = read_input(path, most=_MAX_BYTES), list[Any]()
+    """Read a file. Control characters in strings are escaped. ``UsageError`` if it is invalid."""
+    content, records = read_input(path, max_bytes=_MAX_BYTES), list[Any]()
     try:
-        for text in content.splitlines() or [b"null"]:
-            value = all_printable(json.loads(text))
+        for json_line in content.splitlines() or [b"null"]:
+            value = all_printable(json.loads(json_line))
             if not records and not (isinstance(value, dict) and value.get("format") == FORMAT):
                 raise ValueError(f"expected a run of format '{FORMAT}'")
             records.append(from_json(Row if records else Run, value))
     except (ValueError, RecursionError) as error:
-        reason = short(str(error), _MAX_MESSAGE)
+        reason = shorten(str(error), _MAX_MESSAGE)
         raise UsageError(f"'{path}' line {len(records) + 1}: {reason}; measure again") from error
     return records[0], records[1:]

@@ -1,4 +1,4 @@
-"""The cases that `tpkernels bench` measures, checked before any rank starts; widths of models."""
+"""The cases of `tpkernels bench`, checked before any rank starts, and the shapes of models."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-from tpkernels.bench.specs import Spec, check_spec, specs_of
+from tpkernels.bench.specs import Spec, check_spec, make_specs
 from tpkernels.common import dtypes
 from tpkernels.launch.terminal import UsageError, check_known
 from tpkernels.planning.op_spec import OPS
 
 PROJECTIONS = ("qkv", "out", "gate_up", "down", "lm_head")
-LAYER = PROJECTIONS[:4]  # those of a layer; a model has one lm_head
-ROWS = (16, 256, 2048)  # of a model, without --m
+LAYER = PROJECTIONS[:4]  # projections of a layer; lm_head occurs once per model
+ROWS = (16, 256, 2048)  # default of --m for models
 SHAPES = ("16,2048,2048", "1024,2048,2048")
 BYTES = "64K,1M,32M"
 _LAYER_OPS = ["all_gather_matmul", "matmul_reduce_scatter"]
@@ -24,9 +24,11 @@ _LAYER_OPS = ["all_gather_matmul", "matmul_reduce_scatter"]
 
 @dataclass(frozen=True)
 class Model:
-    """Widths of a transformer before the split. ``ffn`` is the inner width of the MLP, or of each
-    expert if there are ``experts``; each token is routed to ``top_k`` of them. A ``gated`` MLP has
-    two matrices of that width, gate and up."""
+    """Global sizes of a transformer.
+
+    ``ffn`` is the intermediate size of the MLP or, with ``experts``, of each expert. Each token is
+    routed to ``top_k`` experts. A ``gated`` MLP has gate and up projections of this size.
+    """
 
     hidden: int
     ffn: int
@@ -39,7 +41,7 @@ class Model:
     top_k: int = 0
 
 
-# From the models' configuration files.
+# Values from the configuration files of the models.
 MODELS = {
     "gemma2-9b": Model(3584, 14336, heads=16, kv_heads=8, vocab=256000, head_dim=256),
     "gemma2-27b": Model(4608, 36864, heads=32, kv_heads=16, vocab=256000),
@@ -58,7 +60,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Projection:
-    """A matmul over all ranks: x [M, K] by a weight [K, N], column-parallel or row-parallel."""
+    """A matmul x [M, K] @ w [K, N], column-parallel or row-parallel, with global sizes."""
 
     column: bool
     n: int
@@ -66,8 +68,8 @@ class Projection:
 
 
 def projection(model: Model, name: str, world: int) -> Projection:
-    """Return one of `PROJECTIONS`. Q, K and V form one weight, and so do gate and up. If there are
-    more ranks than KV heads, each rank holds a copy of one, so N depends on ``world``."""
+    """Return a projection of `PROJECTIONS`. Q, K and V form a single weight, and so do gate and up.
+    With more ranks than KV heads, KV heads are replicated, so N depends on ``world``."""
     hidden, queries = model.hidden, model.heads * model.head_dim
     pairs = max(model.kv_heads, world) * model.head_dim
     return {
@@ -81,14 +83,14 @@ def projection(model: Model, name: str, world: int) -> Projection:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """How all cases are measured.
+    """Method of measurement for all cases.
 
     Attributes:
-        repeat: interleaved repetitions of all variants.
-        seconds: time after which no further repetition starts, once there are three. Baselines
-            that use torch.matmul and need longer for three repetitions are left out.
-        cold: inputs are not in the cache, memory permitting.
-        baselines: whether to run baselines that use torch.matmul.
+        repeat: number of interleaved repetitions of all variants.
+        seconds: time after which no new repetition starts, except the first three. A torch.matmul
+            baseline is skipped if three repetitions would exceed this time.
+        cold: whether inputs are not in the cache, if memory permits.
+        baselines: whether to run baselines with torch.matmul.
     """
 
     algorithms: list[str]
@@ -102,7 +104,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Item:
-    """A case: a spec on ``world`` ranks, and the models that contain it as labels."""
+    """A case: a spec on ``world`` ranks, labeled with the models that contain it."""
 
     spec: Spec
     world: int
@@ -110,7 +112,7 @@ class Item:
 
     @property
     def key(self) -> str:
-        """Return the name of the case, the same in every run."""
+        """Return the name of the case, identical in every run."""
         size = "x".join(map(str, self.spec.shape))
         return f"{self.spec.op} {size} {dtypes.name(self.spec.dtype)} tp{self.world}"
 
@@ -127,7 +129,8 @@ def plan_sweep(
     shapes: Sequence[str],
     sizes: str,
 ) -> list[Item]:
-    """Return the product of the given options. A matmul that several models share is one case.
+    """Return the cases, one for each combination of the options. A matmul shape that several models
+    share is a single case.
 
     Raises:
         UsageError: a name is unknown, or a case cannot be measured.
@@ -148,14 +151,14 @@ def plan_sweep(
                     spec = Spec(op, (m, matmul.n, matmul.k), dtype)
                     yield Item(spec, world, (f"{model} {name}",))
         for op in ops:
-            for spec in specs_of(op, shapes, sizes, dtype):
+            for spec in make_specs(op, shapes, sizes, dtype):
                 yield Item(spec, world)
 
     items: dict[tuple[Spec, int], Item] = {}
     for world, dtype in itertools.product(worlds, types):
         for item in cases(world, dtype):
-            known = items.setdefault((item.spec, world), item)
-            labels = tuple(dict.fromkeys((*known.labels, *item.labels)))
+            existing = items.setdefault((item.spec, world), item)
+            labels = tuple(dict.fromkeys((*existing.labels, *item.labels)))
             items[item.spec, world] = dataclasses.replace(item, labels=labels)
     for item in items.values():
         label = " ".join(item.labels[:1])

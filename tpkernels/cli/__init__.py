@@ -1,6 +1,6 @@
-"""The command line: one module per command, imported only when that command runs.
+"""The command line. Each command is a module that is imported only when the command runs.
 
-Exit codes: 0 success, 1 wrong result, regression or failed rank, 2 unusable input.
+Exit codes: 0 success, 1 wrong result, regression or failed rank, 2 invalid input.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ COMMANDS = (
     "profile",
     "qualify",
 )
-_LOOK: dict[str, Any] = {
+_TYPER_SETTINGS: dict[str, Any] = {
     "add_completion": False,
     "pretty_exceptions_enable": False,
     "rich_markup_mode": "markdown",
 }
-_MOST_MESSAGE = 1000  # characters of an error
+_MAX_MESSAGE = 1000  # maximum characters of an error
 
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Turn errors that need no traceback into a message and an exit code."""
-    from tpkernels.common.text import printable, short
+    """Convert expected errors into a message and an exit code, without a traceback."""
+    from tpkernels.common.text import printable, shorten
     from tpkernels.launch import RankError
     from tpkernels.launch.terminal import UsageError
 
     try:
         yield
-    except BrokenPipeError as error:  # of `head`, say: what is left to flush goes nowhere
+    except BrokenPipeError as error:  # the reader ended, such as `head`; discard further output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from error
     except KeyboardInterrupt as error:
         raise typer.Exit(130) from error
     except UsageError as error:
         if os.environ.get("RANK", "0") == "0":  # under torchrun every rank raises the same error
-            typer.echo(f"Error: {short(printable(str(error)), _MOST_MESSAGE)}", err=True)
+            typer.echo(f"Error: {shorten(printable(str(error)), _MAX_MESSAGE)}", err=True)
         raise typer.Exit(2) from error
     except RankError as error:
-        if (why := _unusable_input(error)) is not None:
-            typer.echo(f"Error: {short(printable(why), _MOST_MESSAGE)}", err=True)
+        if (message := _find_usage_error(error)) is not None:
+            typer.echo(f"Error: {shorten(printable(message), _MAX_MESSAGE)}", err=True)
             raise typer.Exit(2) from error
         typer.echo(f"FAIL: {error}", err=True)
         raise typer.Exit(1) from error
 
 
-def _unusable_input(error: RankError) -> str | None:
-    """Return the text of the `UsageError` that ended the ranks; None: another error did."""
+def _find_usage_error(error: RankError) -> str | None:
+    """Return the message of the `UsageError` that ended the ranks, or None for other errors."""
     for outcome in error.outcomes:
         if outcome.error is not None and outcome.error_type == "UsageError":
             return outcome.error.rpartition("UsageError: ")[2].strip()
@@ -67,7 +67,7 @@ def _unusable_input(error: RankError) -> str | None:
 
 
 class _Commands(TyperGroup):
-    """Imports a command by its name: `generate` does not wait for what `bench` imports."""
+    """Command group that imports only the module of the requested command."""
 
     def list_commands(self, ctx: object) -> list[str]:
         return list(COMMANDS)
@@ -78,7 +78,7 @@ class _Commands(TyperGroup):
         # Everything after the script of `profile` belongs to the script, including options.
         settings = {"allow_interspersed_args": False} if cmd_name == "profile" else {}
         function = exit_codes()(getattr(import_module(f"tpkernels.cli.{cmd_name}"), cmd_name))
-        command = typer.Typer(**_LOOK)
+        command = typer.Typer(**_TYPER_SETTINGS)
         command.command(cmd_name, context_settings=settings)(function)
         return typer.main.get_command(command)
 
@@ -87,12 +87,12 @@ app = typer.Typer(
     cls=_Commands,
     help="Fused communication and compute for tensor parallelism in PyTorch.",
     no_args_is_help=True,
-    **_LOOK,
+    **_TYPER_SETTINGS,
 )
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         from tpkernels.common.version import VERSION
 
         typer.echo(f"tpkernels {VERSION}")
@@ -100,7 +100,7 @@ def _print_version(asked: bool) -> None:
 
 
 @app.callback()
-def _take_options(
+def _handle_options(
     version: Annotated[
         bool,
         typer.Option(
@@ -108,7 +108,7 @@ def _take_options(
         ),
     ] = False,
 ) -> None:
-    """Take what precedes a command."""
+    """Handle options that precede the command."""
 
 
 def main() -> None:

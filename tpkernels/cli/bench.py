@@ -17,18 +17,18 @@ from tpkernels.bench import charts, sweep
 from tpkernels.bench.measuring import run_case
 from tpkernels.bench.probes import measure_rates
 from tpkernels.bench.report import show
-from tpkernels.bench.results import Row, line, new_run, rows_of
+from tpkernels.bench.results import Row, create_run, line, make_rows
 from tpkernels.cli import options
-from tpkernels.common.text import counted
+from tpkernels.common.text import pluralize
 from tpkernels.launch.session import is_leader, launched_ranks, open_session, resolve_device
 from tpkernels.launch.terminal import (
     DTYPES,
     UsageError,
-    at_least,
     check_workers,
     console,
-    dtype_named,
     make_output_folder,
+    parse_dtype,
+    require_at_least,
     writing,
 )
 from tpkernels.planning.algorithms import ALGORITHMS
@@ -38,8 +38,8 @@ _REPEAT, _QUICK_REPEAT, _QUICK_SECONDS = 20, 10, 2.0
 Many = list[str] | None
 
 
-def _many(text: str, *names: str) -> OptionInfo:
-    return Option(*names, help=f"{text} Repeatable or comma-separated.")
+def _many(description: str, *names: str) -> OptionInfo:
+    return Option(*names, help=f"{description} Repeatable or comma-separated.")
 
 
 def bench(
@@ -123,14 +123,14 @@ def bench(
         cold=not warm,
         baselines=baselines,
     )
-    at_least(1, repeat=method.repeat, timeout=timeout)
+    require_at_least(1, repeat=method.repeat, timeout=timeout)
     check_workers(threads=threads)
     if seconds is not None and not 0 < seconds < math.inf:
         raise UsageError(f"--seconds is {seconds:g}; it must be positive and finite")
     items = sweep.plan_sweep(
         method,
-        worlds=_worlds(tp),
-        types=list(dict.fromkeys(dtype_named(name) for name in options.split(dtype) or ["bf16"])),
+        worlds=_parse_worlds(tp),
+        types=list(dict.fromkeys(parse_dtype(name) for name in options.split(dtype) or ["bf16"])),
         ops=options.split(op),
         models=options.split(model),
         projections=options.split(projection),
@@ -138,7 +138,7 @@ def bench(
         shapes=shape or (),
         sizes=",".join(bytes or [sweep.BYTES]),
     )
-    run, rows, leader, screen = new_run(method), list[Row](), is_leader(), Console(stderr=True)
+    run, rows, leader, screen = create_run(method), list[Row](), is_leader(), Console(stderr=True)
     if out is not None and leader:
         make_output_folder(out)
         _write(out, line(run), "w")
@@ -168,10 +168,10 @@ def bench(
 
 
 def measure_all(items: list[sweep.Item], method: sweep.Method, timeout: int) -> Iterator[list[Row]]:
-    """Measure the cases one by one; yield the rows of each.
+    """Measure the cases one at a time. Yield the rows of each case.
 
     Raises:
-        RankError: ranks failed. Like an interrupt, this loses the case being measured.
+        RankError: ranks failed. As with an interrupt, the current case is lost.
     """
     for world in dict.fromkeys(item.world for item in items):
         with open_session(
@@ -183,24 +183,24 @@ def measure_all(items: list[sweep.Item], method: sweep.Method, timeout: int) -> 
                 if dtype not in rates:
                     rates[dtype] = run(measure_rates, dtype, method.device)[0]
                 reports = run(run_case, item.spec, method, rates[dtype])
-                yield rows_of(item, rates[dtype], reports)
+                yield make_rows(item, rates[dtype], reports)
 
 
-def _write(folder: Path, text: str, mode: str) -> None:
+def _write(folder: Path, lines: str, mode: str) -> None:
     path = folder / "bench.jsonl"
     with writing(path), path.open(mode) as file:
-        file.write(text)
+        file.write(lines)
 
 
-def _worlds(tp: Many) -> list[int]:
-    """Return the numbers of ranks, which under torchrun are torchrun's."""
+def _parse_worlds(tp: Many) -> list[int]:
+    """Return the world sizes of --tp. Under torchrun they must equal WORLD_SIZE."""
     ranks = launched_ranks()
     worlds = options.numbers("tp", tp) or [ranks or 2]
     for world in worlds:
         check_workers(tp=world)
         if ranks not in (None, world):
             raise UsageError(
-                f"--tp is {world} but torchrun started {counted(ranks or 0, 'rank')} (WORLD_SIZE); "
-                "leave --tp out"
+                f"--tp is {world} but torchrun started {pluralize(ranks or 0, 'rank')} "
+                "(WORLD_SIZE); leave --tp out"
             )
     return worlds

@@ -10,7 +10,7 @@ from rich.markup import escape
 from typer import Option
 
 from tpkernels.bench.results import Row, load, quartiles
-from tpkernels.common.text import counted
+from tpkernels.common.text import pluralize
 from tpkernels.launch.terminal import UsageError, console, milliseconds, table
 
 _REGRESSION = "[bold red]REGRESSION[/]"
@@ -39,30 +39,30 @@ def compare(
     grid = table("case", ("algorithm", "first\nms", "second\nms", "second /\nfirst"), "")
     regressions = 0
     for earlier, later in pairs:
-        ratio, verdict = _compared(earlier, later, threshold)
+        ratio, verdict = _compare_rows(earlier, later, threshold)
         regressions += verdict == _REGRESSION
         cells = map(escape, (later.case, later.variant))
         grid.add_row(*cells, _time(earlier), _time(later), ratio, verdict)
     out = console()
-    one, other = (
+    first_run, second_run = (
         {**run.environment, "cold": run.method.cold, "threads": run.method.threads}
         for run in (a, b)
     )
-    for name in sorted(one.keys() | other.keys()):
-        if one.get(name) != other.get(name):
-            text = f"{name} differs: {one.get(name)} and {other.get(name)}"
-            out.print(text, markup=False, soft_wrap=True)
+    for name in sorted(first_run.keys() | second_run.keys()):
+        if first_run.get(name) != second_run.get(name):
+            note = f"{name} differs: {first_run.get(name)} and {second_run.get(name)}"
+            out.print(note, markup=False, soft_wrap=True)
     out.print(grid)
     out.print(
-        f"{counted(len(pairs), 'result')} compared: {regressions} slower by more than "
+        f"{pluralize(len(pairs), 'result')} compared: {regressions} slower by more than "
         f"{threshold:.4g} or wrong."
     )
     if regressions:
         raise typer.Exit(1)
 
 
-def _compared(earlier: Row, later: Row, threshold: float) -> tuple[str, str]:
-    """Return the ratio of the medians, and what it means."""
+def _compare_rows(earlier: Row, later: Row, threshold: float) -> tuple[str, str]:
+    """Return the ratio of the medians, and the verdict."""
     if not (earlier.ms and later.ms):
         broken = earlier.ms and later.status == "wrong"
         return "", _REGRESSION if broken else "not timed in both runs"

@@ -1,4 +1,5 @@
-"""``tpkernels demo``: the four matmuls of a transformer layer, checked and timed beside unfused."""
+"""``tpkernels demo``: verify the four matmuls of a transformer layer and time them against
+unfused."""
 
 from __future__ import annotations
 
@@ -12,20 +13,20 @@ from tpkernels.bench.measuring import run_case
 from tpkernels.bench.specs import Spec
 from tpkernels.bench.sweep import Method
 from tpkernels.cli import options
-from tpkernels.common.text import counted
+from tpkernels.common.text import pluralize
 from tpkernels.launch.session import is_leader, open_session, world_size
 from tpkernels.launch.terminal import (
     UsageError,
-    at_least,
     check_workers,
     console,
-    dtype_named,
     milliseconds,
+    parse_dtype,
+    require_at_least,
     table,
 )
 from tpkernels.timing import summary
 
-_SECONDS_PER_OP = 3.0  # of timing
+_SECONDS_PER_OP = 3.0  # time budget
 _HEADER = """\
 The all-gather + matmul and matmul + reduce-scatter of a transformer layer on {} ({}).
 Each result is compared with float64. Then each op is timed against the unfused op."""
@@ -61,7 +62,7 @@ def demo(
     torchrun --nproc-per-node 2 -m -- tpkernels demo
     """
     world = world_size(nproc, min(4, max(2, len(os.sched_getaffinity(0)))))
-    at_least(1, m=m, repeat=repeat, timeout=timeout)
+    require_at_least(1, m=m, repeat=repeat, timeout=timeout)
     check_workers(threads=threads)
     for name, width in {"hidden": hidden, "ffn": ffn}.items():
         if width < world:  # a rank would have no columns of a weight
@@ -85,23 +86,30 @@ def demo(
     wrong: list[str] = []
     out = console()
     if is_leader():
-        out.print(_HEADER.format(counted(world, "rank"), dtype))
+        out.print(_HEADER.format(pluralize(world, "rank"), dtype))
     with open_session(world, threads=threads, timeout=timeout) as run:
         for name, (op, shape) in layer.items():
-            ranks = run(run_case, Spec(op, shape, dtype_named(dtype)), method)
-            errors = {of: choice.error_over_bound for of, choice in ranks[0].choices.items()}
-            wrong += [f"{name} ({of})" for of, error in errors.items() if not error <= 1]
+            ranks = run(run_case, Spec(op, shape, parse_dtype(dtype)), method)
+            errors = {
+                algorithm: choice.error_over_bound for algorithm, choice in ranks[0].choices.items()
+            }
+            wrong += [
+                f"{name} ({algorithm})" for algorithm, error in errors.items() if not error <= 1
+            ]
             error = f"{errors['auto']:.2f}"
             ms = {
-                of: summary([rank.samples[of] for rank in ranks]).median
-                for of in method.algorithms
-                if errors[of] <= 1
+                algorithm: summary([rank.samples[algorithm] for rank in ranks]).median
+                for algorithm in method.algorithms
+                if errors[algorithm] <= 1
             }
             grid.add_row(
                 f"[bold]{name}[/]\n{op}",
                 ", ".join(map(str, shape)),
                 f"[green]{error}[/]" if errors["auto"] <= 1 else f"[red]{error} WRONG[/]",
-                *(milliseconds(ms[of]) if of in ms else "" for of in method.algorithms),
+                *(
+                    milliseconds(ms[algorithm]) if algorithm in ms else ""
+                    for algorithm in method.algorithms
+                ),
                 f"{ms['unfused'] / ms['auto']:.2f}x" if len(ms) == 2 else "",
             )
     if is_leader():

@@ -1,4 +1,4 @@
-"""``tpkernels explain``: the choice of an algorithm, and the predicted times of a model's layer."""
+"""``tpkernels explain``: the selection of an algorithm, and predicted times of a model layer."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from rich.markup import escape
 from typer import Option
 
 from tpkernels.bench.probes import machine_by_name
-from tpkernels.bench.specs import Spec, check_spec, spec_of, unsupported_kernels
+from tpkernels.bench.specs import Spec, check_spec, make_spec, unsupported_kernels
 from tpkernels.bench.sweep import LAYER, MODELS, projection
 from tpkernels.cli import options
 from tpkernels.common.integers import ceil_div
 from tpkernels.common.shards import shard_sizes
-from tpkernels.common.text import counted
+from tpkernels.common.text import pluralize
 from tpkernels.launch.session import check_device
 from tpkernels.launch.terminal import (
     UsageError,
-    at_least,
     byte_size,
     check_known,
     check_workers,
     console,
-    dtype_named,
     milliseconds,
+    parse_dtype,
+    require_at_least,
     table,
 )
 from tpkernels.planning import qualification, store
 from tpkernels.planning.choose import (
-    Means,
+    Capabilities,
     choose,
+    find_qualification_obstacle,
     unsupported_algorithms,
-    why_unqualified,
 )
 from tpkernels.planning.cost import (
     MEASURED,
@@ -49,10 +49,10 @@ from tpkernels.planning.machine import this_machine
 from tpkernels.planning.op_spec import OPS
 from tpkernels.planning.qualification import SUMS, Qualification
 from tpkernels.planning.table import Table
-from tpkernels.symm.node import why_not_hierarchical
+from tpkernels.symm.node import find_hierarchical_obstacle
 
 _MODELS = [name for name, model in MODELS.items() if not model.experts]
-_NO_GAIN = 0.98  # of the time without overlap; less is within the spread of a measurement
+_NO_GAIN = 0.98  # minimum of overlapped / unfused that is shown as no gain (noise)
 _LEGEND = """\
 Predicted ms per layer, without attention and norms. qkv and gate_up are column-parallel, out and
 down are row-parallel. weights/rank: weights of one layer on each rank."""
@@ -105,34 +105,36 @@ def explain(
         if (m, n, k, nbytes) != (None,) * 4:
             raise UsageError("--m, --n, --k and --bytes need --op; leave out --model")
         phases = {"prefill": prefill, "decode": decode}
-        _explain_model(model, worlds, machine_name, phases, dtype_named(dtype), as_json)
+        _explain_model(model, worlds, machine_name, phases, parse_dtype(dtype), as_json)
         return
     if len(worlds) > 1 or machine_name is not None or as_json:
         raise UsageError("a list of --tp, --machine and --json need --model; leave out --op")
-    assert op is not None  # one of the two is given
+    assert op is not None  # checked above: either --op or --model
     (world,) = worlds
     check_workers(tp=world, threads=threads)
-    at_least(1, hosts=hosts)
+    require_at_least(1, hosts=hosts)
     check_device(device)
-    spec = _spec_of_extents(op, (m, n, k), nbytes, dtype_named(dtype))
+    spec = _parse_spec(op, (m, n, k), nbytes, parse_dtype(dtype))
     check_spec(spec, world)
     shared_memory, problem = hosts == 1, spec.problem(world, device)
-    means = Means(
+    capabilities = Capabilities(
         shared_memory,
         unsupported=unsupported_kernels(device),
-        why_no_node=why_not_hierarchical(shard_sizes(world, hosts)),
-        qualification=qualification.of_this_machine(world) if device == "cuda" else Qualification(),
+        no_node_reason=find_hierarchical_obstacle(shard_sizes(world, hosts)),
+        qualification=qualification.load_qualification(world)
+        if device == "cuda"
+        else Qualification(),
     )
-    machine, known = None, Table()
+    machine, timings = None, Table()
     if device == "cpu" or torch.cuda.is_available():
         machine = this_machine(device, world, hosts, shared_memory, threads=threads)
-        known = store.load_or_warn(machine)
-    chosen = choose(problem, means, tuned=known)
-    measured = None if problem.tuning_key is None else known.at(*problem.tuning_key)
+        timings = store.load_or_warn(machine)
+    chosen = choose(problem, capabilities, tuned=timings)
+    measured = None if problem.tuning_key is None else timings.get(*problem.tuning_key)
     ms = {} if measured is None else measured.ms
     grid = table("algorithm", ("ms",), "not available because it")
-    for name, unsupported in unsupported_algorithms(problem, means).items():
-        reason = unsupported or why_unqualified(problem, name, means)
+    for name, unsupported in unsupported_algorithms(problem, capabilities).items():
+        reason = unsupported or find_qualification_obstacle(problem, name, capabilities)
         label = f"[bold green]{name}[/]" if name == chosen.algorithm else name
         time = milliseconds(ms[name]) if name in ms else "not measured"
         grid.add_row(label, "" if reason else time, escape(reason or ""))
@@ -142,28 +144,27 @@ def explain(
         notes.append(f"direct uses the {variant} variant at this size, according to the cost model")
     notes.append(f"auto selects [bold]{chosen.algorithm}[/]: {escape(chosen.reason)}")
     if machine is not None:
-        count = len(known.measurements)
-        where = f"{counted(world, 'rank')} x {counted(threads, 'thread')}"
+        count = len(timings.measurements)
+        layout = f"{pluralize(world, 'rank')} x {pluralize(threads, 'thread')}"
         if count:
-            path = escape(str(store.path_for(machine)))
-            notes.append(f"Times measured with {where}: {counted(count, 'case')} in {path}")
+            path = escape(str(store.get_table_path(machine)))
+            notes.append(f"Times measured with {layout}: {pluralize(count, 'case')} in {path}")
         else:
-            notes.append(f"No times were measured with {where}; run tpkernels tune")
-    for part in (f"{op} {spec}, {counted(world, 'rank')}, {device}", grid, *notes):
-        console().print(part)
+            notes.append(f"No times were measured with {layout}; run tpkernels tune")
+    for item in (f"{op} {spec}, {pluralize(world, 'rank')}, {device}", grid, *notes):
+        console().print(item)
 
 
-def _spec_of_extents(
+def _parse_spec(
     op: str, extents: tuple[int | None, ...], sizes: str | None, dtype: torch.dtype
 ) -> Spec:
-    """Return the spec given by either --m, --n, --k (``extents``) or --bytes, whichever ``op``
-    needs."""
+    """Return the spec for --m, --n, --k (``extents``) if ``op`` has a matmul, else for --bytes."""
     check_known("op", [op], OPS)
     if OPS[op].has_matmul and (sizes is not None or None in extents):
         raise UsageError(f"{op} needs --m, --n and --k, without --bytes")
     if not OPS[op].has_matmul and (sizes is None or extents != (None,) * 3):
         raise UsageError(f"{op} needs --bytes, without --m, --n and --k")
-    return spec_of(op, ",".join(map(str, extents)), sizes or "", dtype)
+    return make_spec(op, ",".join(map(str, extents)), sizes or "", dtype)
 
 
 # A layer of a model.
@@ -177,9 +178,9 @@ def _explain_model(
     dtype: torch.dtype,
     as_json: bool,
 ) -> None:
-    """Show the layer on each number of ranks. ``phases``: rows of the activations, by phase."""
+    """Show the layer for each world size. ``phases``: rows of the activations, by phase."""
     check_known("model", [model], _MODELS)
-    at_least(1, **phases)
+    require_at_least(1, **phases)
     heads = MODELS[model].heads
     if max(worlds) > heads:
         raise UsageError(
@@ -218,10 +219,15 @@ def _explain_model(
 def layer_costs(
     model: str, world: int, rows: int, sequence_parallel: bool, machine: Profile, itemsize: int
 ) -> dict[str, Any]:
-    """Predict the matmuls of a layer: bytes of the weights on a rank; seconds of the matmuls alone,
-    of the collectives alone, of both in turn, and with each collective fused with its matmul.
+    """Predict the cost of the matmuls of a layer.
 
-    ``sequence_parallel``: rows are sharded between the matmuls, else replicated.
+    Args:
+        sequence_parallel: whether rows are sharded between the matmuls; otherwise replicated.
+
+    Returns:
+        ``weight_bytes``: bytes of the weights of a rank. Then seconds. ``matmul``: matmuls without
+        communication; ``communication``: collectives without matmuls; ``unfused``: their sum;
+        ``overlapped``: each collective fused with its matmul.
     """
     costs = []
     for name in LAYER:
@@ -233,8 +239,8 @@ def layer_costs(
             nbytes = rows * (k if matmul.column else n) * itemsize
             passes = 1 if sequence_parallel else 2
             move = collective_seconds(machine, nbytes, world, passes=passes)
-        alone = matmul_seconds(machine, rows, k, n, itemsize)
+        multiply = matmul_seconds(machine, rows, k, n, itemsize)
         fused = fused_seconds(machine, (rows, k, n), 0, move, world, itemsize)
-        costs.append((k * n * itemsize, alone, move, alone + move, fused))
+        costs.append((k * n * itemsize, multiply, move, multiply + move, fused))
     names = ("weight_bytes", "matmul", "communication", "unfused", "overlapped")
     return dict(zip(names, map(sum, zip(*costs, strict=True)), strict=True))

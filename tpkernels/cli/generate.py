@@ -17,7 +17,7 @@ import typer
 from typer import Option
 
 from tpkernels.cli import options
-from tpkernels.common.text import counted
+from tpkernels.common.text import pluralize
 from tpkernels.integrations.transformers.generator import (
     Completions,
     Driver,
@@ -29,13 +29,13 @@ from tpkernels.integrations.transformers.sampling import Sampling
 from tpkernels.launch import Ranks
 from tpkernels.launch.session import (
     all_gather_objects,
-    backend_of,
+    choose_backend,
     is_leader,
     resolve_device,
     under_torchrun,
     world_size,
 )
-from tpkernels.launch.terminal import UsageError, check_workers, dtype_named, note_crowd
+from tpkernels.launch.terminal import UsageError, check_workers, parse_dtype, warn_oversubscription
 from tpkernels.parallel.joint_work import PeerFailedError
 
 
@@ -99,16 +99,16 @@ def generate(
     """
     world = world_size(nproc, 2)
     check_workers(threads=threads)
-    where = resolve_device(device)
+    device_type = resolve_device(device)
     if stream and as_json:
         raise UsageError("--stream and --json cannot be combined; leave one out")
     if stream and len(prompt) > 1:
         raise UsageError(f"--stream supports one --prompt, and {len(prompt)} were passed")
-    for text in prompt:
+    for entry in prompt:
         try:
-            text.encode()
+            entry.encode()
         except UnicodeEncodeError as error:
-            raise UsageError(f"--prompt {text[:60]!a} is not valid UTF-8") from error
+            raise UsageError(f"--prompt {entry[:60]!a} is not valid UTF-8") from error
     sampling = Sampling(
         max_new_tokens,
         temperature,
@@ -122,32 +122,34 @@ def generate(
     )
     ranks_model = LoadOptions(
         model,
-        where,
-        None if dtype is None else dtype_named(dtype),
+        device_type,
+        None if dtype is None else parse_dtype(dtype),
         ffn_only,
         expert_parallel,
-        options.checked_weights(weights, where),
-        options.plan_in(plan),
+        options.checked_weights(weights, device_type),
+        options.read_plan(plan),
     )
     try:
         sampling.check()
         if not under_torchrun():
-            if where == "cpu":
-                note_crowd(world, threads)
+            if device_type == "cpu":
+                warn_oversubscription(world, threads)
             preload()
         with ThreadPoolExecutor(1) as loading:
             loaded = loading.submit(load_tokenizer, model)
-            with _driving(world, ranks_model, backend_of(world, where), threads, timeout) as driver:
-                tokenizer, sampling = _agreed(loaded, sampling)
-                prompts = [prompt_tokens(tokenizer, text, chat=chat) for text in prompt]
+            with _create_driver(
+                world, ranks_model, choose_backend(world, device_type), threads, timeout
+            ) as driver:
+                tokenizer, sampling = _synchronize(loaded, sampling)
+                prompts = [prompt_tokens(tokenizer, entry, chat=chat) for entry in prompt]
                 facts = driver.call("describe", rank=0)
                 completions = Completions(tokenizer, prompts, facts, sampling, stop or ())
-                with closing(completions.run(driver)) as pieces:
-                    for texts in pieces:
+                with closing(completions.run(driver)) as updates:
+                    for increments in updates:
                         if stream and is_leader():
-                            typer.echo(texts[0], nl=False)
+                            typer.echo(increments[0], nl=False)
                             sys.stdout.flush()
-    except BrokenPipeError:  # an OSError, but not of what the user gave
+    except BrokenPipeError:  # an OSError, but not caused by invalid input
         raise
     except (OSError, ValueError, ImportError) as error:
         raise UsageError(str(error)) from error
@@ -162,9 +164,9 @@ def generate(
         _show(completions, prompt, world, stream)
 
 
-def _agreed(loaded: Future[Any], sampling: Sampling) -> tuple[Any, Sampling]:
-    """Return the tokenizer and the sampling. Among torchrun's ranks rank 0's seed counts, and a
-    tokenizer that one rank cannot load is an error of all."""
+def _synchronize(loaded: Future[Any], sampling: Sampling) -> tuple[Any, Sampling]:
+    """Return the tokenizer and the sampling options. Under torchrun all ranks use the sampling
+    options of rank 0, and all ranks fail if a rank cannot load the tokenizer."""
     if not under_torchrun():
         return loaded.result(), sampling
     tokenizer, failure = None, None
@@ -172,15 +174,15 @@ def _agreed(loaded: Future[Any], sampling: Sampling) -> tuple[Any, Sampling]:
         tokenizer = loaded.result()
     except (OSError, ValueError, ImportError) as error:
         failure = f"rank {dist.get_rank()}: {error}"
-    everyone = all_gather_objects((failure, sampling))
-    for failure, _ in everyone:
+    results = all_gather_objects((failure, sampling))
+    for failure, _ in results:
         if failure is not None:
             raise UsageError(failure)
-    return tokenizer, everyone[0][1]
+    return tokenizer, results[0][1]
 
 
-class _Joined:
-    """The object of this process, one of torchrun's ranks, which all make the same calls."""
+class _TorchrunDriver:
+    """Driver for a rank of torchrun. All ranks make the same calls on their local `Generator`."""
 
     def __init__(self, model: LoadOptions) -> None:
         self._generator = Generator(model)
@@ -193,11 +195,11 @@ class _Joined:
 
 
 @contextmanager
-def _driving(
+def _create_driver(
     world: int, model: LoadOptions, backend: str, threads: int, timeout: float
 ) -> Iterator[Driver]:
-    """Yield what calls a `Generator` on ``world`` new ranks, or on torchrun's if this process is
-    one of them. No process is left behind."""
+    """Yield a driver for `Generator`: on ``world`` new ranks or, under torchrun, on the existing
+    ranks. New ranks end with the block."""
     if not under_torchrun():
         with Ranks(
             world, Generator, model, backend=backend, threads=threads, timeout=timeout
@@ -207,7 +209,7 @@ def _driving(
     torch.set_num_threads(threads)
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     try:
-        yield _Joined(model)
+        yield _TorchrunDriver(model)
     finally:
         dist.destroy_process_group()
 
@@ -225,26 +227,28 @@ def _json(done: Completions, prompts: list[str]) -> dict[str, Any]:
                 "prompt_tokens": len(tokens),
                 "text": completion.text,
                 "tokens": completion.tokens,
-                "finish_reason": completion.reason,
+                "finish_reason": completion.finish_reason,
             }
-            for prompt, tokens, completion in zip(prompts, done.prompts, done.texts, strict=True)
+            for prompt, tokens, completion in zip(
+                prompts, done.prompts, done.completions, strict=True
+            )
         ],
     }
 
 
 def _show(done: Completions, prompts: list[str], world: int, stream: bool) -> None:
-    """Print the texts that were not streamed, and the times on standard error."""
+    """Print texts that were not streamed to stdout, and the times to stderr."""
     if stream:
         typer.echo()
-    for prompt, completion in zip(prompts, done.texts, strict=True):
+    for prompt, completion in zip(prompts, done.completions, strict=True):
         if len(prompts) > 1:
             typer.echo(f"{prompt}:")
         if not stream:
             typer.echo(completion.text)
-    times, tokens = done.times, sum(len(completion.tokens) for completion in done.texts)
+    times, tokens = done.times, sum(len(completion.tokens) for completion in done.completions)
     speed = "" if times.rate is None else f", then {times.rate:.1f} tokens/s for each prompt"
     typer.echo(
-        f"{counted(tokens, 'token')} on {counted(world, 'rank')} in {times.end:.2f} s: first token "
-        f"after {times.first:.2f} s{speed}",
+        f"{pluralize(tokens, 'token')} on {pluralize(world, 'rank')} in {times.end:.2f} s: first "
+        f"token after {times.first:.2f} s{speed}",
         err=True,
     )

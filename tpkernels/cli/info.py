@@ -20,10 +20,10 @@ from tpkernels.bench.specs import Spec, unsupported_kernels
 from tpkernels.cli import options
 from tpkernels.common import dtypes
 from tpkernels.launch.terminal import DTYPES, byte_size, console, table
-from tpkernels.local.packed import native
+from tpkernels.local.packed import is_native
 from tpkernels.planning import machine, qualification
 from tpkernels.planning.algorithms import ALGORITHMS
-from tpkernels.planning.choose import Means, unsupported_algorithms
+from tpkernels.planning.choose import Capabilities, unsupported_algorithms
 from tpkernels.planning.op_spec import OPS
 from tpkernels.symm import colocation
 from tpkernels.symm.limits import available_bytes
@@ -36,25 +36,25 @@ _MATMULS = {
 
 def info(as_json: options.AsJson = False) -> None:
     """Show versions, devices, and the algorithms that each op can use on this machine."""
-    everything = facts()
+    collected = facts()
     if as_json:
-        typer.echo(json.dumps(everything, indent=2))
+        typer.echo(json.dumps(collected, indent=2))
     else:
-        _show(everything, console())
+        _show(collected, console())
 
 
 def facts() -> dict[str, Any]:
     """Collect everything that `tpkernels info` shows."""
-    parts = {"calls": _C.calls, "host": _C.host, "nccl": _C.nccl, "cuda": _C.cuda}
+    modules = {"calls": _C.calls, "host": _C.host, "nccl": _C.nccl, "cuda": _C.cuda}
     public = [
-        f"{part}.{name}"
-        for part, module in parts.items()
+        f"{prefix}.{name}"
+        for prefix, module in modules.items()
         for name in dir(module)
         if not name.startswith("_")
     ]
     algorithms, across_hosts = (
         {
-            device: {op: unsupported_here(device, op, shared_memory=shared) for op in OPS}
+            device: {op: find_obstacles(device, op, shared_memory=shared) for op in OPS}
             for device in TABLES
         }
         for shared in (True, False)
@@ -70,10 +70,10 @@ def facts() -> dict[str, Any]:
             "in_use": _C.host.vector_unit(),
             "available": _C.host.vector_units(),
             "failed": _C.host.failed_vector_units(),
-            "amx_refused": _C.host.amx_refused(),  # "": AMX can be used
+            "amx_refused": _C.host.amx_refused(),  # "" if AMX is available
         },
         "local_matmul": {
-            dtypes.name(dtype): "native" if native(dtype) else "converted"
+            dtypes.name(dtype): "native" if is_native(dtype) else "converted"
             for dtype in DTYPES.values()
         },
         "devices": {
@@ -93,14 +93,17 @@ def facts() -> dict[str, Any]:
     }
 
 
-def unsupported_here(device: str, op: str, *, shared_memory: bool) -> dict[str, str | None]:
-    """Return for each algorithm why it cannot run ``op`` on this machine; None: it can."""
+def find_obstacles(device: str, op: str, *, shared_memory: bool) -> dict[str, str | None]:
+    """Return, for each algorithm, the reason why it cannot run ``op`` on this machine, or None if
+    it can."""
     if device == "cuda" and not torch.cuda.is_available():
         return dict.fromkeys(ALGORITHMS, kernels.NO_GPU)
     shape = (1024, 1024, 1024) if OPS[op].has_matmul else (1024,)
     problem = Spec(op, shape, torch.float32).problem(2, device)
-    means = Means(shared_memory=shared_memory, unsupported=unsupported_kernels(device))
-    reasons = unsupported_algorithms(problem, means)
+    capabilities = Capabilities(
+        shared_memory=shared_memory, unsupported=unsupported_kernels(device)
+    )
+    reasons = unsupported_algorithms(problem, capabilities)
     for name in ALGORITHMS:
         if reasons[name] is None and (op, name) not in TABLES[device]:
             reasons[name] = f"is not implemented for {device} tensors"
@@ -108,7 +111,7 @@ def unsupported_here(device: str, op: str, *, shared_memory: bool) -> dict[str, 
 
 
 def _qualified() -> dict[str, dict[str, str]]:
-    """Return, by number of ranks, how each variant did in `tpkernels qualify`."""
+    """Return the results of `tpkernels qualify` by world size, then variant."""
     report, ignored = qualification.load("cuda")
     if report is None:
         return {"ignored": {"": ignored}} if ignored else {}
@@ -123,16 +126,16 @@ def _qualified_text(qualified: dict[str, dict[str, str]]) -> str:
         return "none: run `tpkernels qualify`" if torch.cuda.is_available() else "no GPU"
     counts = []
     for world, variants in qualified.items():
-        passed = sum(text == qualification.QUALIFIED for text in variants.values())
+        passed = sum(result == qualification.QUALIFIED for result in variants.values())
         counts.append(f"{passed} of {len(variants)} variants for {world} ranks")
     return qualified.get("ignored", {}).get("", "") or ", ".join(counts)
 
 
 def _show(facts: dict[str, Any], out: Console) -> None:
     devices, units = facts["devices"], facts["vector_unit"]
-    alone = facts["shared_memory"]
+    unshared_reason = facts["shared_memory"]
     cores = ", ".join(map(str, devices["usable_cores"]))
-    memory, available = (byte_size(devices[f"{which}_bytes"]) for which in ("memory", "available"))
+    memory, available = (byte_size(devices[f"{kind}_bytes"]) for kind in ("memory", "available"))
     versions, nccl_text = dict(facts["versions"]), facts["nccl"].get("unsupported")
     nccl_text = nccl_text or "{version}, {origin}: {path}".format(**facts["nccl"])
     lines = {
@@ -144,9 +147,9 @@ def _show(facts: dict[str, Any], out: Console) -> None:
         "vector unit": f"{units['in_use']} (available: {', '.join(units['available'])}"
         + (f"; failed the self-test: {', '.join(units['failed'])})" if units["failed"] else ")"),
         "AMX": units["amx_refused"] or "available to this process",
-        **{f"{name} matmul": _MATMULS[how] for name, how in facts["local_matmul"].items()},
-        "shared memory": f"none: this process {alone}"
-        if alone
+        **{f"{name} matmul": _MATMULS[kind] for name, kind in facts["local_matmul"].items()},
+        "shared memory": f"none: this process {unshared_reason}"
+        if unshared_reason
         else "available between ranks of one user, on one machine and in one network namespace",
         "CUDA driver": facts["cuda"]["driver"],
         "CUDA kernels": facts["cuda"]["kernels"],
@@ -159,35 +162,37 @@ def _show(facts: dict[str, Any], out: Console) -> None:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
-    for name, text in lines.items():
-        grid.add_row(f"[bold]{name}[/bold]", escape(str(text)))
+    for name, value in lines.items():
+        grid.add_row(f"[bold]{name}[/bold]", escape(str(value)))
     out.print(grid)
     for device, ops in facts["algorithms"].items():
-        if all(why == kernels.NO_GPU for of_op in ops.values() for why in of_op.values()):
+        if all(reason == kernels.NO_GPU for reasons in ops.values() for reason in reasons.values()):
             out.print(f"on {device}: no algorithm is available; each {kernels.NO_GPU}")
             continue
         names = [
-            name for name, of in ALGORITHMS.items() if len(of.lacks.get(device, ())) < len(ops)
+            name
+            for name, algorithm in ALGORITHMS.items()
+            if len(algorithm.unsupported_ops.get(device, ())) < len(ops)
         ]
         grid = table(f"{device} tensors", tuple(names))
         for op, reasons in ops.items():
             grid.add_row(op, *("yes" if reasons[name] is None else "no" for name in names))
         out.print(grid)
         out.print(_reasons(ops, names))
-        apart = facts["algorithms_across_hosts"][device].values()
-        left = [name for name in names if all(reasons[name] is None for reasons in apart)]
-        out.print(f"Available if the ranks of a group do not share memory: {', '.join(left)}\n")
+        across_hosts = facts["algorithms_across_hosts"][device].values()
+        usable = [name for name in names if all(reasons[name] is None for reasons in across_hosts)]
+        out.print(f"Available if the ranks of a group do not share memory: {', '.join(usable)}\n")
 
 
 def _reasons(ops: dict[str, dict[str, str | None]], names: Sequence[str]) -> Table:
-    """Return a table of the reasons why algorithms are not available, with the ops."""
-    found: dict[tuple[str, str], list[str]] = {}
+    """Return a table of unavailable algorithms with the reasons and the affected ops."""
+    affected_ops: dict[tuple[str, str], list[str]] = {}
     for name in names:
         for op, reasons in ops.items():
             if (reason := reasons[name]) is not None:
-                found.setdefault((name, reason), []).append(op)
+                affected_ops.setdefault((name, reason), []).append(op)
     grid = table("algorithm", (), "not available because it")
     grid.add_column("for", overflow="fold")
-    for (name, reason), affected in found.items():
+    for (name, reason), affected in affected_ops.items():
         grid.add_row(name, escape(reason), ", ".join(affected))
     return grid

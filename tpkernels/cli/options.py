@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Options shared by several commands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from typer import Option
 
-from tpkernels.launch.terminal import DTYPES, UsageError, number_in, read_input
+from tpkernels.launch.terminal import DTYPES, UsageError, parse_positive, read_input
 
 Ranks = Annotated[
     int | None,
@@ -54,39 +54,39 @@ AsJson = Annotated[bool, Option("--json", help="Print one JSON object instead of
 
 
 def split(values: Iterable[str] | None) -> list[str]:
-    """Return the parts of comma-separated values."""
-    return [part.strip() for value in values or () for part in value.split(",")]
+    """Split comma-separated values."""
+    return [item.strip() for value in values or () for item in value.split(",")]
 
 
 def numbers(name: str, values: Iterable[str] | None) -> list[int]:
-    """Return the positive numbers of an option without repetitions. ``UsageError`` if one is
-    not."""
-    for part in (parts := split(values)):
-        if not number_in(part):
-            raise UsageError(f"--{name}: '{part}' is not a positive integer")
-    return list(dict.fromkeys(map(number_in, parts)))
+    """Return the distinct positive numbers of an option. ``UsageError`` for other values."""
+    for item in (items := split(values)):
+        if not parse_positive(item):
+            raise UsageError(f"--{name}: '{item}' is not a positive integer")
+    return list(dict.fromkeys(map(parse_positive, items)))
 
 
-def checked_weights(text: str | None, device: str) -> Literal["int8"] | None:
-    """Return what --weights says for ranks on a type of ``device``. Raise UsageError if it is no
-    dtype that they take."""
-    if text is None:
+def checked_weights(weights: str | None, device: str) -> Literal["int8"] | None:
+    """Return the weight dtype of --weights. ``UsageError`` if ``device`` does not support it."""
+    if weights is None:
         return None
-    if text != "int8" or device != "cpu":
-        raise UsageError(f"--weights is {text!r} on device {device}; expected int8 on device cpu")
+    if weights != "int8" or device != "cpu":
+        raise UsageError(
+            f"--weights is {weights!r} on device {device}; expected int8 on device cpu"
+        )
     return "int8"
 
 
-_MOST_PLAN = 1 << 20  # bytes of its file
+_MAX_PLAN_BYTES = 1 << 20  # maximum bytes of a plan file
 
 
-def plan_in(path: Path | None) -> dict[str, str] | None:
-    """Return the plan in a file: styles by names of modules, which `tpkernels.parallelize` checks.
-    Raise UsageError if the file has none."""
+def read_plan(path: Path | None) -> dict[str, str] | None:
+    """Return the plan in a JSON file, a mapping from module names to styles. ``UsageError`` if the
+    file does not contain a mapping. `tpkernels.parallelize` checks the styles."""
     if path is None:
         return None
     try:
-        plan = json.loads(read_input(path, most=_MOST_PLAN))
+        plan = json.loads(read_input(path, max_bytes=_MAX_PLAN_BYTES))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"'{path}' is not JSON: {error}") from error
     if not (plan and isinstance(plan, dict) and all(isinstance(s, str) for s in plan.values())):

@@ -24,20 +24,20 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, record_function
 from typer import Option
 
-from tpkernels.bench.cases import planned, random_case
-from tpkernels.bench.specs import Spec, check_spec, spec_of
+from tpkernels.bench.cases import random_case, run_planned
+from tpkernels.bench.specs import Spec, check_spec, make_spec
 from tpkernels.cli import options
-from tpkernels.common.text import counted
+from tpkernels.common.text import pluralize
 from tpkernels.launch.ranks import loopback_store
 from tpkernels.launch.session import is_leader, open_session, under_torchrun, world_size
 from tpkernels.launch.terminal import (
     UsageError,
-    at_least,
     check_workers,
     console,
-    dtype_named,
     make_output_folder,
     milliseconds,
+    parse_dtype,
+    require_at_least,
     table,
     writable,
     writing,
@@ -48,7 +48,7 @@ from tpkernels.torch_private import PROFILED_COPIES
 
 _CALL = "tpkernels profile: call"  # the range around each call of `tpkernels profile --op`
 _FUSED = ("all_gather_matmul_kernel", "matmul_reduce_scatter_kernel", "matmul_all_reduce_kernel")
-# ATen ops that move data and compute nothing.
+# ATen ops that move data without computing.
 _NO_COMPUTE = ("copy_", "to", "clone", "contiguous", "item", *PROFILED_COPIES)
 _WARM_UP = 3
 _LEGEND = """\
@@ -90,10 +90,10 @@ def profile(
     if (op is None) == (not script):
         raise UsageError("pass either --op or a script")
     world = world_size(nproc, 2)
-    at_least(1, calls=calls, timeout=timeout)
+    require_at_least(1, calls=calls, timeout=timeout)
     check_workers(threads=threads)
     if op is not None:
-        spec = spec_of(op, shape, size, dtype_named(dtype))
+        spec = make_spec(op, shape, size, parse_dtype(dtype))
         check_spec(spec, world, [algorithm])
     elif under_torchrun():
         raise UsageError(
@@ -105,18 +105,18 @@ def profile(
     if out is not None and is_leader():
         make_output_folder(out)
         trace_file = writable(out / "trace.json")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler reports begin and end itself
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # hide begin and end messages of torch.profiler
     with open_session(world, threads=threads, timeout=timeout) as run:
         if op is not None:
-            what = f"{op} {spec}"
+            title = f"{op} {spec}"
             recordings = run(record_op, spec, algorithm, calls)
         else:
-            assert script  # one of the two is given
-            what, store = " ".join(script), loopback_store()
+            assert script  # checked above: either --op or a script
+            title, store = " ".join(script), loopback_store()
             recordings = run(record_script, script[0], script[1:], store.port)
     if not any(recording.times[1:] > (0.0,) * 4 for recording in recordings):
         raise UsageError(
-            f"the profile is empty: {what} ran no torch op and moved no data on any rank"
+            f"the profile is empty: {title} ran no torch op and moved no data on any rank"
         )
     if not is_leader():
         return
@@ -126,7 +126,7 @@ def profile(
         share = f"{overlapped / moved:.0%}" if moved else "no data moved"
         grid.add_row(str(rank), *map(milliseconds, (*shown, moved)), share)
     screen = console()
-    screen.print(f"{what}, {counted(world, 'rank')}{recordings[0].plan}", markup=False)
+    screen.print(f"{title}, {pluralize(world, 'rank')}{recordings[0].plan}", markup=False)
     screen.print(grid)
     screen.print(_LEGEND)
     if trace_file is not None:
@@ -141,7 +141,8 @@ def profile(
 
 @dataclass(frozen=True)
 class Recording:
-    """One rank's `times`, the events of its Chrome trace, and the plan of an op in words."""
+    """Recording of a rank: its `times`, the events of its Chrome trace and, for an op, a
+    description of the plan."""
 
     times: tuple[float, ...]
     events: list[dict[str, Any]]
@@ -149,9 +150,9 @@ class Recording:
 
 
 def record_op(spec: Spec, algorithm: str, calls: int) -> Recording:
-    """Profile calls of an op, with a barrier before each. Collective."""
+    """Profile calls of an op, with a barrier before each call. Collective."""
     case = random_case(spec)
-    _, plan = planned(case, algorithm)
+    _, plan = run_planned(case, algorithm)
     for _ in range(_WARM_UP):
         case.run(algorithm)
     with _profiler() as recorder:
@@ -163,13 +164,14 @@ def record_op(spec: Spec, algorithm: str, calls: int) -> Recording:
 
 
 def record_script(path: str, arguments: Sequence[str], port: int) -> Recording:
-    """Profile a script in an environment like torchrun's. ``port`` belongs to a running store.
+    """Profile a script with the environment variables of torchrun. ``port``: port of a running
+    store.
 
     Raises:
         SystemExit: the script exited with a code other than 0.
     """
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    dist.destroy_process_group()  # the script creates its own
+    dist.destroy_process_group()  # the script creates a process group
     os.environ |= {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -201,7 +203,7 @@ def _recording(recorder: profiler.profile, rank: int, plan: str = "") -> Recordi
     with tempfile.TemporaryDirectory() as folder:
         recorder.export_chrome_trace(f"{folder}/trace.json")
         events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
-    for event in events:  # each rank has processes and flows of its own
+    for event in events:  # unique process and flow ids per rank
         if event["name"] == "process_name":
             event["args"] = {"name": f"rank {rank}, process or GPU {event['pid']}"}
         event |= {key: f"rank {rank}: {event[key]}" for key in ("pid", "id") if key in event}
@@ -209,9 +211,12 @@ def _recording(recorder: profiler.profile, rank: int, plan: str = "") -> Recordi
 
 
 def times(events: Iterable[FunctionEvent]) -> tuple[float, ...]:
-    """Return milliseconds: of the calls of an op, or of a script from its first event to the last;
-    and during which the rank computes, waits without computing, moves data, and computes while data
-    moves."""
+    """Return milliseconds: total, compute, wait without compute, data movement, and data movement
+    overlapped with compute.
+
+    The total is the duration of the profiled calls of an op or, for a script, the time between its
+    first and last event.
+    """
     spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for event in events:
         for kind in ("all", *kinds(event)):
@@ -219,13 +224,13 @@ def times(events: Iterable[FunctionEvent]) -> tuple[float, ...]:
     edges = np.unique(np.array(spans["all"]))
 
     def during(kind: str) -> NDArray[np.bool_]:
-        """Return in which of the intervals between edges there is an event of this kind."""
+        """Return a mask of the intervals between edges that contain an event of this kind."""
         covered = np.zeros(max(0, len(edges) - 1), bool)
         for begin, end in np.searchsorted(edges, np.array(spans[kind]).reshape(-1, 2)):
             covered[begin:end] = True
         return covered
 
-    # A rank that runs kernels on a GPU computes there; the ops of the host only queue them.
+    # If a rank runs GPU kernels, only these count as compute, because its host ops only queue them.
     compute, waits = during("kernel" if spans["gpu"] else "op"), during(ranges.WAIT)
     moves = (during(ranges.COPY) & ~waits) | during(ranges.TRANSFER)
     within = during(_CALL) if spans[_CALL] else during("all") | True
@@ -234,7 +239,7 @@ def times(events: Iterable[FunctionEvent]) -> tuple[float, ...]:
 
 
 def kinds(event: FunctionEvent) -> tuple[str, ...]:
-    """Return the kinds of time that an event counts as."""
+    """Return the kinds of time of an event."""
     name = event.name
     namespace, _, op = name.partition("::")
     if event.device_type == DeviceType.CUDA and not event.is_user_annotation:

@@ -14,9 +14,9 @@ from tpkernels.kernels import unsupported
 from tpkernels.launch import session as sessions
 from tpkernels.launch.terminal import (
     UsageError,
-    at_least,
     check_workers,
     console,
+    require_at_least,
     table,
     writable,
     writing,
@@ -29,17 +29,17 @@ from tpkernels.planning.qualification import (
     QualificationReport,
     StageOutcome,
 )
-from tpkernels.qualification.run import run, topology_here
+from tpkernels.qualification.run import get_topology, run
 from tpkernels.qualification.schedule import (
     LITMUS,
     OVER_BUDGET,
     Stage,
     Topology,
-    budget_of,
+    resolve_budget,
     schedule,
 )
 
-_LEFT_OUT = "Not run, because the budget is {:.0f} s: {}. To run them, raise --budget"
+_OVER_BUDGET_NOTE = "Not run, because the budget is {:.0f} s: {}. To run them, raise --budget"
 _STYLES = {QUALIFIED: "green", DISQUALIFIED: "bold red", NOT_RUN: "dim"}
 
 
@@ -81,27 +81,29 @@ def qualify(
         raise UsageError("`tpkernels qualify` launches its own ranks; run it without torchrun")
     if nproc is not None:
         check_workers(nproc=nproc)
-        at_least(2, nproc=nproc)
+        require_at_least(2, nproc=nproc)
     if budget is not None and not budget > 0:
         raise UsageError(f"--budget is {budget:g}; it must be a positive number of seconds")
     device = sessions.resolve_device(device)
-    topology = topology_here() if device == "cuda" else Topology(("this CPU",) * 2, 90)
+    topology = get_topology() if device == "cuda" else Topology(("this CPU",) * 2, 90)
     worlds = () if nproc is None else (nproc,)
-    known = qualification.load(device)[0] if device == "cuda" else None
+    previous = qualification.load(device)[0] if device == "cuda" else None
     stages = schedule(
         topology,
         worlds,
         budget=budget,
         thorough=thorough,
         only=only,
-        known=known.has if known is not None and not rerun else lambda name, world: False,
+        has_result=previous.has
+        if previous is not None and not rerun
+        else lambda name, world: False,
     )
-    if device == "cpu":  # a CPU has none of the kernels of the litmus tests
+    if device == "cpu":  # litmus kernels exist only for GPUs
         stages = [stage for stage in stages if stage.name not in LITMUS]
-        if (why := unsupported(device)) is not None:
+        if (reason := unsupported(device)) is not None:
             stages = [stage for stage in stages if not stage.name.startswith("fused/")]
-            console().print(f"The fused stages are skipped: fused {why}", markup=False)
-    if not stages and known is None:
+            console().print(f"The fused stages are skipped: fused {reason}", markup=False)
+    if not stages and previous is None:
         raise UsageError(
             f"--only is '{only}', which is not the start of a stage name; --plan lists the stages"
         )
@@ -110,46 +112,52 @@ def qualify(
     if out is not None:
         writable(out)
 
-    path = qualification.path_of(qualification.head(device)) if device == "cuda" else None
+    path = (
+        qualification.get_report_path(qualification.machine_key(device))
+        if device == "cuda"
+        else None
+    )
 
-    left_out = []
+    over_budget = []
 
     def on_stage(stage: Stage, outcome: StageOutcome, report: QualificationReport) -> None:
-        _report(stage, outcome)
+        _print_outcome(stage, outcome)
         if OVER_BUDGET in outcome.reason:
-            left_out.append(stage.name)
-        if path is not None:  # at once: what ends the command costs one stage only
+            over_budget.append(stage.name)
+        if path is not None:  # save every outcome: an interrupt then loses only the current stage
             with writing(path):
                 qualification.save(device, report)
 
-    repeats, seconds = 4 if thorough else 1, budget_of(topology, budget)
-    report = run(stages, device, repeats=repeats, budget=seconds, known=known, on_stage=on_stage)
-    if left_out:
-        console().print(_LEFT_OUT.format(seconds, ", ".join(left_out)), markup=False)
+    repeats, seconds = 4 if thorough else 1, resolve_budget(topology, budget)
+    report = run(
+        stages, device, repeats=repeats, budget=seconds, previous=previous, on_stage=on_stage
+    )
+    if over_budget:
+        console().print(_OVER_BUDGET_NOTE.format(seconds, ", ".join(over_budget)), markup=False)
     dry_run = "This was a dry run on CPU tensors; it qualifies no variant"
     console().print(dry_run if path is None else f"Saved to {path}", markup=False)
     if out is not None:
         with writing(out):
-            out.write_text(qualification.text_of(device, report))
+            out.write_text(qualification.report_to_json(device, report))
     if _disqualified(report):
         raise typer.Exit(1)
 
 
 def _disqualified(report: QualificationReport) -> bool:
     worlds = (*report.variants.values(), *report.litmus.values())
-    return any(one.status == DISQUALIFIED for world in worlds for one in world.values())
+    return any(outcome.status == DISQUALIFIED for world in worlds for outcome in world.values())
 
 
-def _report(stage: Stage, outcome: StageOutcome) -> None:
-    """Print a line as the stage ends."""
+def _print_outcome(stage: Stage, outcome: StageOutcome) -> None:
+    """Print the outcome of a stage."""
     style = _STYLES[outcome.status]
-    where = stage.name if stage.is_virtual else f"{stage.name} on {stage.world} ranks"
-    line = f"{where}: [{style}]{outcome.status}[/]"
+    title = stage.name if stage.is_virtual else f"{stage.name} on {stage.world} ranks"
+    line = f"{title}: [{style}]{outcome.status}[/]"
     if outcome.status == QUALIFIED:
-        stores = stage.name in LITMUS
-        what = f"{outcome.checks} values" if stores else f"{outcome.checks} calls"
-        rate = f" (error rate below {3 / outcome.checks:.1g})" if stores else ""
-        line += f", {what} correct{rate}, {outcome.seconds:.0f} s"
+        is_litmus = stage.name in LITMUS
+        checks = f"{outcome.checks} values" if is_litmus else f"{outcome.checks} calls"
+        rate = f" (error rate below {3 / outcome.checks:.1g})" if is_litmus else ""
+        line += f", {checks} correct{rate}, {outcome.seconds:.0f} s"
     else:
         line += f": {escape(outcome.reason.removeprefix(f'{DISQUALIFIED}: '))}"
     console().print(line, highlight=False)
@@ -158,7 +166,9 @@ def _report(stage: Stage, outcome: StageOutcome) -> None:
 def _show_plan(stages: list[Stage]) -> None:
     grid = table("stage", ("ranks", "seconds"), "skipped because")
     for stage in stages:
-        grid.add_row(stage.name, str(stage.world), f"{stage.seconds:.0f}", escape(stage.why_not))
+        grid.add_row(
+            stage.name, str(stage.world), f"{stage.seconds:.0f}", escape(stage.skip_reason)
+        )
     console().print(grid)
-    total = sum(stage.seconds for stage in stages if not stage.why_not)
+    total = sum(stage.seconds for stage in stages if not stage.skip_reason)
     console().print(f"Estimated time: {total / 60:.1f} minutes")

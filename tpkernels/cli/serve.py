@@ -11,14 +11,14 @@ from tpkernels.cli import options
 from tpkernels.launch.session import under_torchrun
 from tpkernels.launch.terminal import (
     UsageError,
-    at_least,
     check_workers,
-    dtype_named,
-    note_crowd,
+    parse_dtype,
     read_input,
+    require_at_least,
+    warn_oversubscription,
 )
 
-_MOST_KEY = 4096  # bytes of a key's file
+_MAX_KEY_BYTES = 4096  # maximum bytes of a key file
 
 
 def serve(
@@ -66,14 +66,15 @@ def serve(
     seconds. A second one ends them immediately. The exit code is 1 if a rank failed.
     """
     check_workers(tp=ranks, threads=threads)
-    at_least(1, **{"max-requests": max_requests, "request-timeout": request_timeout})
-    at_least(2, **{"cache-tokens": cache_tokens})  # of a prompt and its answer
-    at_least(0, **{"max-waiting": max_waiting, "grace": grace})
+    require_at_least(1, **{"max-requests": max_requests, "request-timeout": request_timeout})
+    # A prompt and its answer have at least 2 tokens.
+    require_at_least(2, **{"cache-tokens": cache_tokens})
+    require_at_least(0, **{"max-waiting": max_waiting, "grace": grace})
     if max_length is not None:
-        at_least(2, **{"max-length": max_length})
+        require_at_least(2, **{"max-length": max_length})
     if not 0 <= port < 1 << 16:
         raise UsageError(f"--port is {port}; it must be 0 to 65535")
-    key = None if api_key_file is None else _key_in(api_key_file)
+    key = None if api_key_file is None else _read_key(api_key_file)
     if under_torchrun():
         raise UsageError(
             "`tpkernels serve` launches its own ranks; run it without torchrun and pass --tp"
@@ -90,14 +91,14 @@ def serve(
         from tpkernels.integrations.transformers.serving import server
     except ImportError as error:
         raise UsageError(f"{error}; pip install 'tpkernels[serve]'") from error
-    asked = server.ServerOptions(
+    server_options = server.ServerOptions(
         model=LoadOptions(
             model,
-            dtype=None if dtype is None else dtype_named(dtype),
+            dtype=None if dtype is None else parse_dtype(dtype),
             ffn_only=ffn_only,
             expert_parallel=expert_parallel,
             weights=options.checked_weights(weights, "cpu"),
-            plan=options.plan_in(plan),
+            plan=options.read_plan(plan),
         ),
         name=name or Path(model).resolve().stem,
         max_requests=max_requests,
@@ -108,13 +109,13 @@ def serve(
         grace=grace,
         key=key,
     )
-    note_crowd(ranks, threads)
-    server.serve(asked, ranks=ranks, threads=threads, host=host, port=port)
+    warn_oversubscription(ranks, threads)
+    server.serve(server_options, ranks=ranks, threads=threads, host=host, port=port)
 
 
-def _key_in(path: Path) -> str:
+def _read_key(path: Path) -> str:
     try:
-        key = read_input(path, most=_MOST_KEY).decode("ascii").strip()
+        key = read_input(path, max_bytes=_MAX_KEY_BYTES).decode("ascii").strip()
     except UnicodeDecodeError as error:
         raise UsageError(f"'{path}' is not ASCII text") from error
     if not key:

@@ -20,7 +20,7 @@ from tpkernels.launch.terminal import (
     byte_size,
     check_workers,
     console,
-    dtype_named,
+    parse_dtype,
     table,
 )
 from tpkernels.nn import MoE
@@ -51,8 +51,8 @@ def shard(
     check_workers(tp=ranks)
     if not dry_run and out is None:
         raise UsageError("pass --out DIR to write the shards to, or --dry-run")
-    torch_dtype = None if dtype is None else dtype_named(dtype)
-    styles = options.plan_in(plan_file)
+    torch_dtype = None if dtype is None else parse_dtype(dtype)
+    styles = options.read_plan(plan_file)
     screen = console()
     try:
         plan = plan_shards(
@@ -81,7 +81,7 @@ def shard(
         raise UsageError(str(error)) from error
 
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, in a parameter's name
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # layer number in a parameter name
 
 _LEGEND = "Linear weights are shown as input x output features; checkpoints store the transpose."
 
@@ -89,31 +89,33 @@ _LEGEND = "Linear weights are shown as input x output features; checkpoints stor
 def _show(plan: ShardPlan, out: Console) -> None:
     grid = table("parameter", ("full",), "on each rank")
     grid.add_column("sharded by")
-    alike: dict[tuple[str, ...], list[str]] = {}  # names, by all that is shown and all but numbers
+    # Parameters with equal rows and names that differ only in numbers share a row.
+    names_by_row: dict[tuple[str, ...], list[str]] = {}
     for slot in plan.slots:
         shapes = _by_rank([_size(slot, shape) for shape in plan.shapes(slot)])
-        shown = _size(slot, slot.shape), shapes, _split(slot, plan.ranks)
-        alike.setdefault((_NUMBER.sub("*", slot.name), *shown), []).append(slot.name)
-    for (_, *row), names in alike.items():
-        grid.add_row(escape(_name_of(names)), *row)
+        cells = _size(slot, slot.shape), shapes, _split(slot, plan.ranks)
+        names_by_row.setdefault((_NUMBER.sub("*", slot.name), *cells), []).append(slot.name)
+    for (_, *row), names in names_by_row.items():
+        grid.add_row(escape(_merge_names(names)), *row)
     out.print(grid)
     out.print(_LEGEND, markup=False)
     sizes = [plan.nbytes(rank) for rank in range(plan.ranks)]
-    for text in _by_rank([f"{size} bytes ({byte_size(size)})" for size in sizes]).split("; "):
-        out.print(f"Parameters on each rank: {text}", markup=False)
+    for line in _by_rank([f"{size} bytes ({byte_size(size)})" for size in sizes]).split("; "):
+        out.print(f"Parameters on each rank: {line}", markup=False)
     heads = plan.blueprint.model.config.num_attention_heads
-    for rank, names in plan.without().items():
+    for rank, names in plan.empty_parameters().items():
         modules = sorted({name.split(".")[-2] for name in names})
-        text = f"Rank {rank} holds no shard of {', '.join(modules)} and contributes zeros there."
+        note = f"Rank {rank} holds no shard of {', '.join(modules)} and contributes zeros there."
         if modules != ["experts"]:
-            text += f" Attention is sharded by heads, and this model has {heads} heads."
+            note += f" Attention is sharded by heads, and this model has {heads} heads."
         if "experts" in modules:
-            text += " With --expert-parallel, each expert is on one rank."
-        out.print(text, markup=False)
+            note += " With --expert-parallel, each expert is on one rank."
+        out.print(note, markup=False)
 
 
-def _name_of(names: list[str]) -> str:
-    """Return one name for names that differ in numbers: those of the first and the last layer."""
+def _merge_names(names: list[str]) -> str:
+    """Merge names that differ only in numbers. Each number becomes the range from the first to the
+    last name."""
     if len(names) == 1:
         return names[0]
     first, last = (_NUMBER.findall(name) for name in (names[0], names[-1]))
@@ -129,20 +131,21 @@ def _split(slot: Slot, ranks: int) -> str:
     if slot.split is None or ranks == 1:
         return "replicated"
     if isinstance(slot.owners[0][0], MoE):
-        by_width = "input features" if slot.name.endswith("down_proj") else "output features"
-        return by_width if slot.split.dim else "experts"
+        features = "input features" if slot.name.endswith("down_proj") else "output features"
+        return features if slot.split.dim else "experts"
     if not slot.linear:
         return "vocabulary" if len(slot.shape) == 2 else "output features"
     return "input features" if slot.split.dim else "output features"
 
 
-def _by_rank(texts: list[str]) -> str:
-    """Join the texts of ranks: one text if all are equal, otherwise each with its ranks."""
-    if len(set(texts)) == 1:
-        return texts[0]
-    parts = []
-    for text, pairs in groupby(enumerate(texts), key=lambda pair: pair[1]):
+def _by_rank(values: list[str]) -> str:
+    """Join the values of the ranks, such as "2x4 on rank 0; 1x4 on ranks 1-3". If all values are
+    equal, return the value."""
+    if len(set(values)) == 1:
+        return values[0]
+    items = []
+    for value, pairs in groupby(enumerate(values), key=lambda pair: pair[1]):
         ranks = [rank for rank, _ in pairs]
         first, last = ranks[0], ranks[-1]
-        parts.append(f"{text} on {f'rank {first}' if first == last else f'ranks {first}-{last}'}")
-    return "; ".join(parts)
+        items.append(f"{value} on {f'rank {first}' if first == last else f'ranks {first}-{last}'}")
+    return "; ".join(items)

@@ -11,28 +11,28 @@ import typer
 from typer import Option
 
 import tpkernels
-from tpkernels.bench.cases import planned, random_case, world_group
+from tpkernels.bench.cases import random_case, run_planned, world_group
 from tpkernels.bench.probes import measure_machine, rates_text
-from tpkernels.bench.specs import Spec, check_spec, specs_of
+from tpkernels.bench.specs import Spec, check_spec, make_specs
 from tpkernels.cli import options
 from tpkernels.common.cache import cache_folder, check_folder, make_folder
 from tpkernels.launch import session as sessions
 from tpkernels.launch.session import Run
 from tpkernels.launch.terminal import (
     UsageError,
-    at_least,
     check_known,
     check_workers,
     console,
-    dtype_named,
     milliseconds,
+    parse_dtype,
+    require_at_least,
     table,
     writable,
     writing,
 )
 from tpkernels.planning import store
 from tpkernels.planning.algorithms import ALGORITHMS
-from tpkernels.planning.choose import NOTHING_TUNED, Plan
+from tpkernels.planning.choose import EMPTY_TABLE, Plan
 from tpkernels.planning.machine import this_machine
 from tpkernels.planning.op_spec import OPS
 
@@ -85,14 +85,14 @@ def tune(
     is skipped, and the exit code is 1.
     """
     world = sessions.world_size(nproc, 2)
-    at_least(1, budget=budget, timeout=timeout)
+    require_at_least(1, budget=budget, timeout=timeout)
     check_workers(threads=threads)
     if world == 1:
         raise UsageError("nothing to tune with --tp 1: a single rank does not communicate")
     specs = [
         spec
         for name in check_known("op", op or _TUNED, _TUNED)
-        for spec in specs_of(name, shape or _SHAPES, sizes, dtype_named(dtype))
+        for spec in make_specs(name, shape or _SHAPES, sizes, parse_dtype(dtype))
     ]
     for spec in () if machine else specs:
         check_spec(spec, world)
@@ -118,29 +118,31 @@ def _check_cache() -> None:
         make_folder(folder)
         check_folder(folder)
     except (OSError, RuntimeError, ValueError) as error:
-        text = f"the cache folder cannot be used: {error}; set XDG_CACHE_HOME to a different folder"
-        raise UsageError(text) from error
+        message = (
+            f"the cache folder cannot be used: {error}; set XDG_CACHE_HOME to a different folder"
+        )
+        raise UsageError(message) from error
     writable(folder / "tuning")
 
 
 def _tune_machine(run: Run, device: str) -> None:
     machine, profile = run(measure_machine, device, date.today().isoformat())[0]
     if sessions.is_leader():
-        with writing(store.profile_path_for(machine)):
+        with writing(store.get_profile_path(machine)):
             path = store.save_profile(machine, profile)
         console().print(f"{profile.title}: {rates_text(profile)}\nSaved to {path}", markup=False)
 
 
 def _tune_cases(run: Run, specs: list[Spec], budget: int, device: str) -> bool:
-    """Tune the cases one by one; return whether no algorithm failed."""
+    """Tune the cases one at a time. Return whether all algorithms succeeded."""
     out, choices, failures = console(), list[str](), list[str]()
-    times = dict[str, dict[str, float]]()  # by case, then algorithm
+    times = dict[str, dict[str, float]]()  # milliseconds by case, then algorithm
     for spec in specs:
         case = f"{spec.op} {spec}"
         with out.status(case):
             chosen, ms, failed, path = run(tune_case, spec, budget, device)[0]
         choices.append(f"{case}: auto now selects {chosen.algorithm}: {chosen.reason}")
-        failures += [f"{case}: '{name}' {why}" for name, why in failed.items()]
+        failures += [f"{case}: '{name}' {reason}" for name, reason in failed.items()]
         times[f"{spec.op}\n[dim]{spec}[/]"] = ms
     names = [name for name in ALGORITHMS if any(name in ms for ms in times.values())]
     grid = table("op\nM, N, K", tuple(names))
@@ -156,18 +158,26 @@ def _tune_cases(run: Run, specs: list[Spec], budget: int, device: str) -> bool:
 def tune_case(
     spec: Spec, budget: float, device: str = "cpu"
 ) -> tuple[Plan, dict[str, float], dict[str, str], Path]:
-    """Tune one case on a rank, also if it was measured before, and save the times. Returns the plan
-    of ``auto`` from now on, the milliseconds of each algorithm, why algorithms failed, and the
-    file. Collective."""
-    case, group = random_case(spec, sessions.rank_device(device)), world_group().ready(device)
-    known = group.tuned(device)
-    group.use_times(device, NOTHING_TUNED)
+    """Tune a case on this rank and save the times, even if the case was measured before.
+    Collective.
+
+    Returns:
+        The new plan of ``auto``, milliseconds by algorithm, the reason of each failed algorithm,
+        and the path of the file.
+    """
+    operands, group = random_case(spec, sessions.rank_device(device)), world_group().ready(device)
+    previous = group.timing_table(device)
+    group.use_times(device, EMPTY_TABLE)
     group.measured.failures.clear()
     with tpkernels.autotune(limit=budget, save=True):
-        planned(case.copy(), "auto")
-    measured = group.tuned(device).measurements  # on GPUs also in graphs
-    failed = {name: why for each in group.measured.failures.values() for name, why in each.items()}
-    group.use_times(device, known.extended(measured))
-    _, chosen = planned(case, "auto")
+        run_planned(operands.copy(), "auto")
+    measured = group.timing_table(device).measurements  # on GPUs, includes times in graphs
+    failed = {
+        name: reason
+        for failures in group.measured.failures.values()
+        for name, reason in failures.items()
+    }
+    group.use_times(device, previous.extended(measured))
+    _, chosen = run_planned(operands, "auto")
     machine = this_machine(device, group.world, group.hosts, group.shared_memory)
-    return chosen, dict(measured[0].ms) if measured else {}, failed, store.path_for(machine)
+    return chosen, dict(measured[0].ms) if measured else {}, failed, store.get_table_path(machine)

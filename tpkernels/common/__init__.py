@@ -1,1 +1,1 @@
-"""Small modules that every other part uses; they import nothing of the package but each other."""
+"""Small modules used by the rest of the package. They import only modules of this folder."""

@@ -1,7 +1,7 @@
-"""The cache folder, and files that are read safely and replaced atomically.
+"""The cache folder, with trusted reads and atomic writes of files.
 
-Cached files decide what runs (some hold GPU code), so a file is used only if nobody but this user
-or root can have written it: see `read_trusted`.
+Cached files affect execution, and some contain GPU code. A file is used only if this user and root
+are the only users who can have written it: see `read_trusted`.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ _LOCK_POLL_SECONDS = 0.01
 
 
 def cache_folder() -> Path:
-    """Return ``$XDG_CACHE_HOME/tpkernels`` (default: ``~/.cache/tpkernels``), perhaps missing."""
+    """Return ``$XDG_CACHE_HOME/tpkernels`` (default: ``~/.cache/tpkernels``). It may not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tpkernels"
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder if it is missing, accessible to its owner only."""
+    """Create a folder with mode 0700 if it does not exist."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
-def read_trusted(path: Path, *, most: int) -> bytes:
-    """Return the content of a file, of at most ``most`` bytes, that only this user or root can
-    write.
+def read_trusted(path: Path, *, max_bytes: int) -> bytes:
+    """Return the content of a file that only this user and root can write.
 
-    It must be a regular file, and its folder must be as safe. A symbolic link to the folder is
-    followed, one to the file is not. Both are opened first and checked through their descriptors,
-    so the file that is checked is the file that is read.
+    The file must be a regular file of at most ``max_bytes`` bytes. Only this user and root may have
+    write access to its folder. A symbolic link to the folder is followed, a symbolic link to the
+    file is not. Both are opened first and checked through their descriptors, so the checked file is
+    the file that is read.
 
     Raises:
         OSError: the file is missing or cannot be read.
-        ValueError: it fails one of the checks.
+        ValueError: a check failed.
     """
     with contextlib.ExitStack() as stack:
         folder = _open(stack, path.parent, os.O_PATH | os.O_DIRECTORY)
         try:
-            # O_NONBLOCK: opening a pipe must not wait for its other end.
+            # O_NONBLOCK: opening a pipe must not wait for a writer.
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
             handle = _open(stack, Path(path.name), flags, folder)
         except OSError as error:
@@ -57,14 +57,14 @@ def read_trusted(path: Path, *, most: int) -> bytes:
         _check_writers("it", status)
         _check_writers("its folder", os.fstat(folder))
         with open(handle, "rb", closefd=False) as file:
-            content = file.read(most + 1)
-    if len(content) > most:
-        raise ValueError(f"it has more than {most} bytes")
+            content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"it has more than {max_bytes} bytes")
     return content
 
 
 def check_folder(path: Path) -> None:
-    """Check that `read_trusted` would read files from a folder.
+    """Check that `read_trusted` accepts files in a folder.
 
     Raises:
         OSError: the folder is missing or cannot be opened.
@@ -76,12 +76,12 @@ def check_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path, *, seconds: float) -> Iterator[None]:
-    """Hold a lock file, which is created if missing and removed afterwards. One process at a time
-    holds it; the lock of a process that dies is released.
+    """Hold a lock file. It is created if missing and removed afterwards. At most one process holds
+    the lock. If the process dies, the lock is released.
 
     Raises:
         OSError: the file cannot be created.
-        TimeoutError: other processes held it for ``seconds``.
+        TimeoutError: other processes held the lock for ``seconds``.
     """
     deadline = time.monotonic() + seconds
     with contextlib.ExitStack() as stack:
@@ -95,18 +95,18 @@ def locked(path: Path, *, seconds: float) -> Iterator[None]:
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)  # before the lock is released, while the file is ours
+            path.unlink(missing_ok=True)  # before the lock is released, so no new owner exists yet
 
 
 def replace_file(path: Path, content: bytes, *, private: bool = True) -> None:
-    """Write a file atomically: readers see the old content or the new, never a part.
+    """Write a file atomically: readers see either the old or the new content.
 
     Args:
-        private: mode 0600, in a folder that is created if missing. Otherwise the umask decides,
-            and the folder must exist.
+        private: use mode 0600, and create the folder if it is missing. Otherwise the umask sets the
+            mode, and the folder must exist.
 
     Raises:
-        OSError: the file cannot be written; nothing is left behind.
+        OSError: the file cannot be written. The temporary file is removed.
     """
     if private:
         make_folder(path.parent)
@@ -130,14 +130,15 @@ def _open(stack: contextlib.ExitStack, path: Path, flags: int, folder: int | Non
 
 
 def _lock(stack: contextlib.ExitStack, path: Path) -> bool:
-    """Try to take a lock file, which ``stack`` releases."""
+    """Try to lock a file. Return whether that succeeded. ``stack`` releases the lock."""
     with contextlib.ExitStack() as attempt:
         handle = _open(attempt, path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        # The previous holder may have removed the file meanwhile: the next process locks a new one.
+        # The previous owner may have removed the file. The lock then protects a deleted file, and
+        # the next process would create and lock a new file.
         try:
             ours = os.path.samestat(os.fstat(handle), os.lstat(path))
         except FileNotFoundError:
@@ -148,7 +149,7 @@ def _lock(stack: contextlib.ExitStack, path: Path) -> bool:
 
 
 def _check_writers(name: str, status: os.stat_result) -> None:
-    """Raise ``ValueError`` if anyone but this user or root can have written to a file."""
+    """Raise ``ValueError`` if users other than this user and root can have written to a file."""
     user = os.geteuid()
     if status.st_uid not in (user, 0):
         raise ValueError(

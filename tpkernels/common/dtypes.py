@@ -1,4 +1,4 @@
-"""The dtypes that the ops take, and their codes in the extension (csrc/host/vector.h)."""
+"""The dtypes that the ops support, and their codes in the extension (csrc/host/vector.h)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CODES: dict[torch.dtype, int] = {
     torch.bfloat16: 2,
     torch.float64: 3,
 }
-#: Integers, which the ops that only move elements take as well, on CPUs.
+#: Additional dtypes, on CPUs, of the ops that only move elements.
 MOVED = (torch.int64, torch.int32)
 
 
@@ -23,21 +23,25 @@ def name(dtype: torch.dtype) -> str:
 
 def check_supported(
     dtype: torch.dtype,
-    what: str,
+    subject: str,
     allowed: Collection[torch.dtype] = tuple(CODES),
     *,
     verb: str = "has dtype",
 ) -> None:
-    """Check that a dtype is among ``allowed``; by default those that the ops compute with.
+    """Check that a dtype is supported.
+
+    Args:
+        subject: the checked object, for the message.
+        allowed: supported dtypes. Default: the dtypes that the ops compute with.
 
     Raises:
-        NotImplementedError: it is not.
+        NotImplementedError: the dtype is not supported.
     """
     if dtype not in allowed:
         names = ", ".join(dict.fromkeys(map(name, allowed)))
-        raise NotImplementedError(f"{what} {verb} {name(dtype)}; supported: {names}")
+        raise NotImplementedError(f"{subject} {verb} {name(dtype)}; supported: {names}")
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which matmuls and sums of ``dtype`` are accumulated."""
+    """Return the accumulator dtype of matmuls and reductions of ``dtype``."""
     return torch.float64 if dtype is torch.float64 else torch.float32

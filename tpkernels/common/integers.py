@@ -1,4 +1,4 @@
-"""Integer arithmetic with rounding up."""
+"""Integer division and multiples, rounded up."""
 
 
 def ceil_div(value: int, unit: int) -> int:

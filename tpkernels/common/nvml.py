@@ -1,5 +1,5 @@
-"""What NVML, a library of NVIDIA's driver, says of a host's GPUs, whatever this process sees of
-them."""
+"""Queries of NVML, a library of the NVIDIA driver. They cover all GPUs of the host, including GPUs
+that are not visible to this process."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from typing import Any
 import torch
 
 LIBRARY = "libnvidia-ml.so.1"
-ERRORS = OSError, AttributeError, RuntimeError  #: of the functions here; AttributeError: too old
+#: Errors of the functions in this module. AttributeError: the library is too old.
+ERRORS = OSError, AttributeError, RuntimeError
 _SUCCESS, _NVLINK = 0, 2  # also NVML_P2P_STATUS_OK; NVML_P2P_CAPS_INDEX_NVLINK
-_LONGEST_VERSION = 80  # bytes
+_MAX_STRING_BYTES = 80
 
 
 @contextlib.contextmanager
-def _opened() -> Iterator[Callable[..., None]]:
-    """Yield what calls a function of NVML, and raises RuntimeError where that fails."""
+def _open_nvml() -> Iterator[Callable[..., None]]:
+    """Yield a function that calls an NVML function. It raises RuntimeError if NVML returns an
+    error."""
     library = ctypes.CDLL(LIBRARY)
 
     def call(function: str, *arguments: Any, on: str = "") -> None:
@@ -34,35 +36,35 @@ def _opened() -> Iterator[Callable[..., None]]:
 
 
 def driver_version() -> str:
-    """Return the driver's version, such as "580.65.06"."""
-    text = ctypes.create_string_buffer(_LONGEST_VERSION)
-    with _opened() as call:
-        call("nvmlSystemGetDriverVersion", text, ctypes.c_uint(len(text)))
-    return text.value.decode()
+    """Return the version of the driver, such as "580.65.06"."""
+    buffer = ctypes.create_string_buffer(_MAX_STRING_BYTES)
+    with _open_nvml() as call:
+        call("nvmlSystemGetDriverVersion", buffer, ctypes.c_uint(len(buffer)))
+    return buffer.value.decode()
 
 
 def uuids() -> list[str]:
-    """Return the UUIDs of this host's GPUs."""
-    count, found = ctypes.c_uint(), []
-    with _opened() as call:
+    """Return the UUIDs of the GPUs on this host."""
+    count, result = ctypes.c_uint(), []
+    with _open_nvml() as call:
         call("nvmlDeviceGetCount_v2", ctypes.byref(count))
         for index in range(count.value):
-            device, text = ctypes.c_void_p(), ctypes.create_string_buffer(_LONGEST_VERSION)
+            device, buffer = ctypes.c_void_p(), ctypes.create_string_buffer(_MAX_STRING_BYTES)
             call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(device))
-            call("nvmlDeviceGetUUID", device, text, ctypes.c_uint(len(text)))
-            found.append(text.value.decode())
-    return found
+            call("nvmlDeviceGetUUID", device, buffer, ctypes.c_uint(len(buffer)))
+            result.append(buffer.value.decode())
+    return result
 
 
-def uuid_of(device: torch.device | int) -> str:
-    """Return NVML's name of one of this process's GPUs."""
+def get_uuid(device: torch.device | int) -> str:
+    """Return the NVML UUID of a GPU of this process."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
-def unlinked(gpu: str, peers: Sequence[str]) -> list[str]:
-    """Return the peers to which NVML knows no NVLink from a GPU. All are given by their UUIDs."""
-    found = []
-    with _opened() as call:
+def find_unlinked(gpu: str, peers: Sequence[str]) -> list[str]:
+    """Return the peers without an NVLink to ``gpu``. All GPUs are UUIDs."""
+    unlinked = []
+    with _open_nvml() as call:
 
         def handle(uuid: str) -> ctypes.c_void_p:
             device, function = ctypes.c_void_p(), "nvmlDeviceGetHandleByUUID"
@@ -74,5 +76,5 @@ def unlinked(gpu: str, peers: Sequence[str]) -> list[str]:
             pair = handle(gpu), handle(peer)
             call("nvmlDeviceGetP2PStatus", *pair, _NVLINK, ctypes.byref(status))
             if status.value != _SUCCESS:
-                found.append(peer)
-    return found
+                unlinked.append(peer)
+    return unlinked

@@ -1,4 +1,4 @@
-"""How a dimension is split over ranks."""
+"""Split a dimension over ranks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ def shard_sizes(total: int, world: int, unit: int = 1) -> list[int]:
     Args:
         total: number of rows, at least 0.
         world: number of ranks, at least 1.
-        unit: rows that stay together.
+        unit: granularity; every size is a multiple of it.
 
     Returns:
-        The rows of each rank, the same list on all ranks. Sizes differ by at most ``unit``, the
-        larger ones first.
+        The number of rows of each rank, identical on all ranks. Sizes differ by at most ``unit``,
+        and larger sizes are first.
 
     Raises:
-        ValueError: ``total`` is negative or no multiple of ``unit``, or ``world`` or ``unit`` is
+        ValueError: ``total`` is negative or not a multiple of ``unit``, or ``world`` or ``unit`` is
             not positive.
     """
     if total < 0 or world < 1:
@@ -36,17 +36,17 @@ def shard_sizes(total: int, world: int, unit: int = 1) -> list[int]:
 
 
 def chunk_sizes(total: int, world: int) -> list[int]:
-    """Return the split of ``torch.chunk`` and DTensor: the last ranks may have fewer rows, or
-    none."""
+    """Return the split of ``torch.chunk`` and DTensor. The last ranks may have fewer or zero
+    rows."""
     chunk = -(-total // world)
     return [max(0, min(chunk, total - rank * chunk)) for rank in range(world)]
 
 
 def check_sizes(sizes: Sequence[int], world: int) -> tuple[int, ...]:
-    """``sizes`` as a tuple, if it can be a split over ``world`` ranks.
+    """Return ``sizes`` as a tuple, after checking that it is a split over ``world`` ranks.
 
     Raises:
-        ValueError: it has the wrong length or a negative entry.
+        ValueError: ``sizes`` has the wrong length or a negative entry.
     """
     if len(sizes) != world:
         raise ValueError(

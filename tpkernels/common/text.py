@@ -1,4 +1,4 @@
-"""Text for messages; what comes from files is made safe to show in a terminal."""
+"""Text for messages. Strings from files are escaped so that a terminal can show them safely."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-_MOST = 60  # characters of a value quoted in a message
+_MAX_CHARS = 60  # maximum characters of a value in a message
 
 _repr = reprlib.Repr()
-_repr.maxstring = _repr.maxlong = _repr.maxother = _MOST
+_repr.maxstring = _repr.maxlong = _repr.maxother = _MAX_CHARS
 
 
-def printable(text: str) -> str:
-    """Escape control characters, and others that a terminal would interpret or cannot show."""
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+def printable(string: str) -> str:
+    """Escape control characters and all characters that a terminal cannot print."""
+    if string.isprintable():
+        return string
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in string)
 
 
 def all_printable(value: Any) -> Any:
-    """Make every text in a JSON value `printable`."""
+    """Apply `printable` to every string in a JSON value."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, list):
@@ -30,31 +30,32 @@ def all_printable(value: Any) -> Any:
     return value
 
 
-def short(text: str, most: int) -> str:
-    """Cut the middle out of ``text`` if it is longer than ``most``."""
-    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+def shorten(string: str, limit: int) -> str:
+    """Replace the middle of a string with an ellipsis if it is longer than ``limit``."""
+    return string if len(string) <= limit else f"{string[: limit // 2]} ... {string[-limit // 2 :]}"
 
 
-def counted(count: int, noun: str) -> str:
-    """Return "1 rank", "2 ranks"."""
+def pluralize(count: int, noun: str) -> str:
+    """Return a count with its noun, such as "1 rank" or "2 ranks"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def of_error(error: BaseException) -> str:
-    """Return an exception's kind and text, which any encoding takes: a path in it may have none."""
-    text = f"{type(error).__name__}: {error}".removesuffix(": ")
-    return text.encode(errors="backslashreplace").decode()
+def describe_error(error: BaseException) -> str:
+    """Return the type and message of an exception. Surrogates, such as in paths with undecodable
+    bytes, are escaped, so that the string can be encoded."""
+    message = f"{type(error).__name__}: {error}".removesuffix(": ")
+    return message.encode(errors="backslashreplace").decode()
 
 
-def named_values(values: Mapping[str, object]) -> str:
-    """Return options as a user gives them: "timeout=20.0, autotune=True"."""
+def format_options(values: Mapping[str, object]) -> str:
+    """Return options in call syntax, such as "timeout=20.0, autotune=True"."""
     return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
-def shown(value: object) -> str:
-    """Return a value from a file in ASCII, shortened if it is long."""
+def safe_repr(value: object) -> str:
+    """Return the repr of a value from a file, in ASCII and shortened."""
     try:
-        text = _repr.repr(value)
+        string = _repr.repr(value)
     except ValueError:  # an integer with more digits than Python converts
-        text = f"a huge {type(value).__name__}"
-    return short(text.encode("ascii", "backslashreplace").decode(), 2 * _MOST)
+        string = f"a huge {type(value).__name__}"
+    return shorten(string.encode("ascii", "backslashreplace").decode(), 2 * _MAX_CHARS)

@@ -1,4 +1,4 @@
-"""The pass over inductor's graphs, and how it is enabled."""
+"""Inductor graph pass that fuses collectives, and its registration."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tpkernels.compile.graph import (
     FP8,
     Collective,
     Unsupported,
-    op_of,
-    read_sizes_of_inputs,
+    compute_sizes_from_inputs,
+    get_op,
 )
-from tpkernels.compile.layout import same, shape_of, value
+from tpkernels.compile.layout import get_shape, sizes_equal, value
 from tpkernels.compile.order import tie_ops
 from tpkernels.torch_private import (
     REGISTERED_GROUPS,
@@ -33,23 +33,23 @@ from tpkernels.torch_private import (
 )
 from tpkernels.torch_private import c10d_functional as _c10d
 
-# Before inductor's own patterns, which would turn a sum of matmuls into an addmm.
+# Runs before the inductor patterns, because these would turn a sum of matmuls into an addmm.
 _SLOT = "post_grad_custom_pre_pass"
 
-# Inductor pads matmuls on a GPU if that is faster in a measurement of this rank alone. The pass
-# would then find a matmul on some ranks, and a slice of a larger one on others.
-_ALIKE = {"shape_padding": False}
+# Inductor pads matmuls on a GPU if that is faster in a local measurement. The pass would then see a
+# matmul on some ranks, and a slice of a larger matmul on other ranks.
+_CONFIG = {"shape_padding": False}
 
 _FUSE: dict[object, Callable[[Collective], rewrites.Change]] = {
     _c10d.all_gather_into_tensor.default: rewrites.fuse_gather,
     _c10d.reduce_scatter_tensor.default: rewrites.fuse_reduction,
     _c10d.all_reduce.default: rewrites.fuse_reduction,
 }
-_SEVERAL, _WRITES = "it moves several tensors in one call", "it writes into one of its arguments"
+_COALESCED, _WRITES = "it moves several tensors in one call", "it writes into one of its arguments"
 _LEFT_ALONE: dict[object, str] = {
-    _c10d.all_gather_into_tensor_coalesced.default: _SEVERAL,
-    _c10d.reduce_scatter_tensor_coalesced.default: _SEVERAL,
-    _c10d.all_reduce_coalesced.default: _SEVERAL,
+    _c10d.all_gather_into_tensor_coalesced.default: _COALESCED,
+    _c10d.reduce_scatter_tensor_coalesced.default: _COALESCED,
+    _c10d.all_reduce_coalesced.default: _COALESCED,
     _c10d.all_reduce_.default: _WRITES,
     _c10d.all_gather_into_tensor_out.default: _WRITES,
 }
@@ -57,7 +57,7 @@ _LEFT_ALONE: dict[object, str] = {
 
 @functools.cache
 def _sources() -> bytes:
-    """Return the digest of the files that the rewritten graphs depend on."""
+    """Return a digest of the source files that the rewritten graphs depend on."""
     package, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted([*package.glob("compile/*.py"), *package.glob("ops/*.py")]):
         digest.update(path.read_bytes())
@@ -65,7 +65,7 @@ def _sources() -> bytes:
 
 
 class CollectiveFusion(custom_graph_pass.CustomGraphPass):
-    """Created by ``tpkernels.compile.fuse_collectives``, which documents it."""
+    """Compiler pass that ``tpkernels.compile.fuse_collectives`` creates and documents."""
 
     def __init__(self, only: Iterable[str] | None = None, norms: bool | None = None) -> None:
         self.report = FusionReport()
@@ -73,17 +73,17 @@ class CollectiveFusion(custom_graph_pass.CustomGraphPass):
         self._entered: list[Any] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CollectiveFusion:
-        """Return itself: ``torch.compile`` copies inductor's config, but there is one report."""
+        """Return self: ``torch.compile`` copies the inductor config, but copies share a report."""
         return self
 
     @property
     def options(self) -> dict[str, Any]:
-        """Pass these to ``torch.compile(model, options=...)``."""
-        return {_SLOT: self, **_ALIKE}
+        """Options for ``torch.compile(model, options=...)``."""
+        return {_SLOT: self, **_CONFIG}
 
     def __enter__(self) -> FusionReport:
-        passes = self._after(getattr(inductor_config, _SLOT))
-        patch = inductor_config.patch({_SLOT: passes, **_ALIKE})
+        passes = self._append_to(getattr(inductor_config, _SLOT))
+        patch = inductor_config.patch({_SLOT: passes, **_CONFIG})
         patch.__enter__()
         self._entered.append(patch)
         return self.report
@@ -92,26 +92,30 @@ class CollectiveFusion(custom_graph_pass.CustomGraphPass):
         self._entered.pop().__exit__(*error)
 
     def uuid(self) -> bytes:
-        """Return the pass's part of inductor's cache key.
+        """Return the contribution of the pass to the inductor cache key.
 
-        It covers the code of the pass and of the ops, whose schemas may change between versions;
-        the pass's groups; the sizes of all groups, by which means are divided and which the graph
-        of an all-reduce does not show; and the measured times by which collectives of CUDA tensors
-        are rewritten, or that they are being measured.
+        It covers
+
+        - the code of the pass and of the ops, because op schemas may change between versions;
+        - the groups of the pass;
+        - the sizes of all groups, because means are divided by them, and the graph of an all-reduce
+          does not contain them;
+        - the measured times that decide about collectives of CUDA tensors, or that they are being
+          measured.
         """
         only = None if self._only is None else sorted(self._only)
         sizes = sorted((name, pg.size()) for pg, name in REGISTERED_GROUPS.items())
-        times = sorted((name, repr(table)) for name, table in groups.known_times("cuda").items())
+        times = sorted((name, repr(table)) for name, table in groups.timing_tables("cuda").items())
         tuned = groups.autotuned_groups()
-        facts = repr((only, self._norms, sizes, times, tuned)).encode()
-        return hashlib.sha256(_sources() + facts).digest()
+        key = repr((only, self._norms, sizes, times, tuned)).encode()
+        return hashlib.sha256(_sources() + key).digest()
 
     def __call__(self, graph: fx.Graph) -> None:
         backward = any(n.name.startswith("tangents") for n in graph.find_nodes(op="placeholder"))
         name = f"graph {len(self.report.graphs)}, {'backward' if backward else 'forward'}"
         self.report.graphs.append(name)
-        read_sizes_of_inputs(graph)
-        sites: dict[fx.Node, Site] = {}  # of the nodes that the pass puts there
+        compute_sizes_from_inputs(graph)
+        sites: dict[fx.Node, Site] = {}  # sites of the nodes that the pass inserts
         changed = self._fuse_matmuls(graph, name, sites)
         if changed:
             pattern_matcher.stable_topological_sort(graph)
@@ -122,15 +126,15 @@ class CollectiveFusion(custom_graph_pass.CustomGraphPass):
             graph.lint()
 
     def _fuse_matmuls(self, graph: fx.Graph, name: str, sites: dict[fx.Node, Site]) -> bool:
-        """Rewrite collectives, or report why not. Return whether any was rewritten."""
+        """Rewrite collectives, or report why not. Return whether the graph changed."""
         changed, writes = False, list(filter(pattern_matcher.is_mutation_op, graph.nodes))
-        # Gathers of fp8 numbers come first: each may take up the gather of its scales.
-        for node in sorted(graph.nodes, key=_moves_bytes, reverse=True):
-            op = None if is_erased(node) else op_of(node)  # erased: part of another's op
+        # Gathers of fp8 values are processed first: they may absorb the gather of their scales.
+        for node in sorted(graph.nodes, key=_gathers_fp8, reverse=True):
+            op = None if is_erased(node) else get_op(node)  # erased: already fused
             if op not in _FUSE and op not in _LEFT_ALONE:
                 continue
             group = node.kwargs.get("group_name", node.args[-1])
-            site = Site(name, node.name, str(group), _module_of(node))
+            site = Site(name, node.name, str(group), _find_module(node))
             try:
                 if op in _LEFT_ALONE:
                     raise Unsupported(_LEFT_ALONE[op])
@@ -139,36 +143,36 @@ class CollectiveFusion(custom_graph_pass.CustomGraphPass):
                 self.report.left_alone.append(LeftAlone(site, str(reason)))
             else:
                 changed = True
-                self._rewrote(site, change)
+                self._report(site, change)
                 if change.node is not None:
                     sites[change.node] = site
         return changed
 
     def _fuse_norms(self, graph: fx.Graph, name: str, sites: dict[fx.Node, Site]) -> bool:
-        """Make norms part of the all-reduces in front of them. Return whether there are any."""
+        """Fuse norms into the preceding all-reduces. Return whether the graph changed."""
         changed, report = False, self.report
         writes = list(filter(pattern_matcher.is_mutation_op, graph.nodes))
         for node in list(graph.nodes):
             group = rewrites.reduction_group(node)
             if group is None or not (self._norms or _is_on_gpu(node)):
                 continue
-            site = sites.get(node) or Site(name, node.name, str(group), _module_of(node))
+            site = sites.get(node) or Site(name, node.name, str(group), _find_module(node))
             try:
                 change = rewrites.fuse_norm(self._collective(node, group, writes))
-            except Unsupported:  # the collective alone is reported
+            except Unsupported:  # the report already lists the collective
                 continue
             if change is not None:
                 changed = True
                 report.rewritten = [entry for entry in report.rewritten if entry.site != site]
                 report.left_alone = [entry for entry in report.left_alone if entry.site != site]
-                self._rewrote(site, change)
+                self._report(site, change)
         return changed
 
-    def _rewrote(self, site: Site, change: rewrites.Change) -> None:
+    def _report(self, site: Site, change: rewrites.Change) -> None:
         self.report.rewritten.append(Rewritten(site, change.op, change.matmuls, change.detail))
 
     def _collective(self, node: fx.Node, group: object, writes: list[fx.Node]) -> Collective:
-        """Return a collective of the graph, after the checks that all kinds of it share."""
+        """Return a collective of the graph, after the checks that all kinds share."""
         if not isinstance(group, str):
             raise Unsupported("its group has no name in the graph")
         if self._only is not None and group not in self._only:
@@ -177,24 +181,24 @@ class CollectiveFusion(custom_graph_pass.CustomGraphPass):
         if world == 1:
             raise Unsupported(f"group '{group}' has one rank")
         x: torch.Tensor = value(node.args[0])
-        if x.dtype not in dtypes.CODES and not _moves_bytes(node):
+        if x.dtype not in dtypes.CODES and not _gathers_fp8(node):
             raise Unsupported(f"the ops do not support {dtypes.name(x.dtype)}")
         if x.device.type not in ("cpu", "cuda"):
             raise Unsupported(f"the ops do not support tensors on {x.device}")
-        if x.dim() == 0 or any(same(size, 0) for size in shape_of(node)):
+        if x.dim() == 0 or any(sizes_equal(size, 0) for size in get_shape(node)):
             raise Unsupported(f"its input has shape {list(x.shape)}, which is not a matrix")
         return Collective(node, group, world, writes)
 
-    def _after(self, present: custom_graph_pass.CustomGraphPassType) -> object:
-        """Return the passes that are set already, then this one."""
-        if present is None:
+    def _append_to(self, passes: custom_graph_pass.CustomGraphPassType) -> object:
+        """Return the registered passes, followed by this pass."""
+        if passes is None:
             return self
         if not hasattr(custom_graph_pass, "get_custom_graph_passes"):
             raise RuntimeError(
-                f"inductor's {_SLOT} is already set to {present}, and this version of torch "
+                f"inductor's {_SLOT} is already set to {passes}, and this version of torch "
                 "supports one pass; call that pass and this pass from one function"
             )
-        return (*custom_graph_pass.get_custom_graph_passes(present), self)
+        return (*custom_graph_pass.get_custom_graph_passes(passes), self)
 
 
 def _is_on_gpu(node: fx.Node) -> bool:
@@ -202,15 +206,14 @@ def _is_on_gpu(node: fx.Node) -> bool:
     return isinstance(result, torch.Tensor) and result.device.type == "cuda"
 
 
-def _moves_bytes(node: fx.Node) -> bool:
-    """Return whether a node gathers fp8 numbers, perhaps as bytes."""
+def _gathers_fp8(node: fx.Node) -> bool:
+    """Return whether a node gathers fp8 values, possibly as bytes."""
     gathers = node.target is _c10d.all_gather_into_tensor.default
     return gathers and value(node.args[0]).dtype in (*FP8, torch.uint8)
 
 
-def _module_of(node: fx.Node) -> str:
-    """Return the name of the module in which a node was traced; "" if the compiler has not kept
-    it."""
+def _find_module(node: fx.Node) -> str:
+    """Return the name of the module in which a node was traced, or "" if it was not recorded."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = [path for path, _ in stack.values()][-1:]
     return re.sub(r"^L\['\w+'\]\.?", "", path[0]) if path else ""

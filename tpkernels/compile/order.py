@@ -1,8 +1,8 @@
-"""Keeps the ops in the order of the graph, on all ranks.
+"""Keeps the ops in graph order on all ranks.
 
-Inductor reorders independent nodes to save memory, by the sizes of their tensors. Ranks with uneven
-shards have different sizes, so their ops would run in different orders. Inductor keeps functional
-collectives in order, but does not recognise others.
+Inductor reorders independent nodes to save memory, based on tensor sizes. With uneven shards the
+sizes differ between ranks, and so would the order of the ops. Inductor preserves the order of
+functional collectives, but not of other ops that communicate.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import fx
 
-from tpkernels.compile.graph import op_of
+from tpkernels.compile.graph import get_op
 from tpkernels.compile.layout import value
 from tpkernels.ops.registration import communicates
 from tpkernels.torch_private import (
@@ -27,17 +27,25 @@ _WAIT = c10d_functional.wait_tensor.default
 
 
 def tie_ops(graph: fx.Graph) -> bool:
-    """Tie each op and each collective to the one before it, except two functional collectives in a
-    row. Return whether anything was tied. Raise NotImplementedError if one of them is wrapped,
-    because it writes into an argument: the wrapper cannot be tied."""
-    ops = {node: op for node in graph.nodes if (op := op_of(node)) is not None and op is not _WAIT}
-    others = {
+    """Make each op or collective depend on its predecessor.
+
+    Two consecutive functional collectives need no dependency, because inductor keeps their order.
+
+    Returns:
+        Whether a dependency was added.
+
+    Raises:
+        NotImplementedError: a node writes into an argument. The compiler wraps such nodes, and a
+            wrapper cannot have a dependency.
+    """
+    ops = {node: op for node in graph.nodes if (op := get_op(node)) is not None and op is not _WAIT}
+    unordered = {
         node
         for node, op in ops.items()
         if (op.namespace == "tpkernels" and communicates(op)) or str(op) == SHARD_DIM_EXCHANGE
     }
-    calls = [n for n, op in ops.items() if n in others or op.namespace == _WAIT.namespace]
-    pairs = [pair for pair in pairwise(calls) if not others.isdisjoint(pair)]
+    calls = [n for n, op in ops.items() if n in unordered or op.namespace == _WAIT.namespace]
+    pairs = [pair for pair in pairwise(calls) if not unordered.isdisjoint(pair)]
     for node in (node for pair in pairs for node in pair):
         if ops[node] is not node.target:
             raise NotImplementedError(
@@ -45,13 +53,16 @@ def tie_ops(graph: fx.Graph) -> bool:
                 "because it writes into an argument; call an op that returns its result"
             )
     if pairs:
-        after = {node: ordered_set.OrderedSet([_tensor_of(before)]) for before, node in pairs}
-        control_dependencies.preserve_node_ordering(graph, after)
+        predecessors = {
+            node: ordered_set.OrderedSet([_first_tensor(predecessor)])
+            for predecessor, node in pairs
+        }
+        control_dependencies.preserve_node_ordering(graph, predecessors)
     return bool(pairs)
 
 
-def _tensor_of(node: fx.Node) -> fx.Node:
-    """Return a tensor that an op returns; if it returns several, a new node for the first."""
+def _first_tensor(node: fx.Node) -> fx.Node:
+    """Return the node of the first result of an op: a new getitem node if it returns several."""
     results = value(node)
     if isinstance(results, torch.Tensor):
         return node

@@ -1,19 +1,25 @@
-"""The three rewrites, each of a collective and its neighbours into one op; `Unsupported` where they
-cannot be one.
+"""Rewrites of a collective and its neighbours into one op.
+
+A rewrite raises `Unsupported` if one op cannot replace them.
 
 - all-gather -> matmuls: one ``all_gather_matmul`` for all matmuls of one gathered tensor.
 - matmuls -> reduce-scatter or all-reduce: ``matmul_reduce_scatter`` or ``matmul_all_reduce``. The
-  collective's input may be one matmul or a sum of matmuls, such as the gradient of the input of
-  several column-parallel weights. A sum becomes one matmul of concatenated factors. Between matmul
-  and collective there may be views, transpositions, and the chunks of a scatter along a dim other
-  than the first.
-- all-reduce -> residual -> RMS norm: ``all_reduce_rms_norm`` or ``matmul_all_reduce_rms_norm``. The
-  all-reduce is a functional collective, or one of the ops, which the pass or the model has put
-  there. Between it and the sum with the residual there may be views. The norm is as inductor
-  decomposes torch's own, or as transformers' ``LlamaRMSNorm`` writes it: in fp32, with the weight
-  multiplied before or after the rounding to the model's dtype. The op sums partials and residual in
-  fp32 and rounds once, and the rows once, where the graph rounds the all-reduce and the sum, or the
-  rows and their product with the weight, one after the other.
+  input of the collective is a matmul or a sum of matmuls, such as the input gradient of several
+  column-parallel weights. A sum becomes one matmul of concatenated operands. Views, transpositions,
+  and the chunks of a scatter along a dim other than the first may lie between matmul and
+  collective.
+- all-reduce -> residual -> RMSNorm: ``all_reduce_rms_norm`` or ``matmul_all_reduce_rms_norm``. The
+  all-reduce is a functional collective, or an op from the pass or the model. Views may lie between
+  the all-reduce and the residual sum.
+
+The norm has the form of the inductor decomposition of the torch RMSNorm, or of ``LlamaRMSNorm`` in
+transformers: in fp32, with the weight multiplied before or after rounding to the model dtype.
+Roundings differ from the graph:
+
+- The op sums partials and residual in fp32 and rounds once. The graph rounds the all-reduce, then
+  the sum.
+- The op rounds the normalized rows once. The graph may round them before and after the weight
+  multiplication.
 """
 
 from __future__ import annotations
@@ -28,8 +34,8 @@ import torch
 from torch import fx
 
 from tpkernels.common import dtypes
-from tpkernels.common.text import counted
-from tpkernels.compile import layout as moving
+from tpkernels.common.text import pluralize
+from tpkernels.compile import layout as layouts
 from tpkernels.compile.graph import (
     Collective,
     Editor,
@@ -42,24 +48,33 @@ from tpkernels.compile.graph import (
     is_tensor_wise,
     row_scale,
 )
-from tpkernels.compile.layout import Axis, Layout, Size, same, same_shape, shape_of, size_of, value
+from tpkernels.compile.layout import (
+    Axis,
+    Layout,
+    Size,
+    get_shape,
+    num_elements,
+    shapes_equal,
+    sizes_equal,
+    value,
+)
 from tpkernels.planning.op_spec import OPS, GatherOptions, ReduceOptions
-from tpkernels.torch_private import OpOverload, pattern_matcher, schema_of
+from tpkernels.torch_private import OpOverload, get_schema, pattern_matcher
 from tpkernels.torch_private import c10d_functional as _c10d
 
 aten = torch.ops.aten
 
 _CAST = torch.ops.prims.convert_element_type.default
-_FUNCTIONAL = _c10d.all_reduce.default
+_FUNCTIONAL_ALL_REDUCE = _c10d.all_reduce.default
 
-# The ops whose result may be normalised, and the op that does it too.
-_NORMED: dict[object, str] = {
+# Maps each op whose result may be normalized to the op that includes the norm.
+_OPS_WITH_NORM: dict[object, str] = {
     torch.ops.tpkernels._all_reduce.default: "all_reduce_rms_norm",
     torch.ops.tpkernels._matmul_all_reduce.default: "matmul_all_reduce_rms_norm",
-    _FUNCTIONAL: "all_reduce_rms_norm",
+    _FUNCTIONAL_ALL_REDUCE: "all_reduce_rms_norm",
 }
-# What follows the square of the rows, up to their product with the factor.
-_FACTOR = (
+# Nodes after the square of the rows, up to the multiplication of the rows by rsqrt(...).
+_RMS_CHAIN = (
     {aten.mean.dim},
     {aten.add.Tensor, aten.add.Scalar},
     {aten.rsqrt.default},
@@ -69,44 +84,51 @@ _FACTOR = (
 
 @dataclass(frozen=True)
 class Change:
-    """What replaced a collective. The first fields are those of ``Rewritten``."""
+    """Replacement of a collective. The first fields are fields of ``Rewritten``."""
 
     op: str
     matmuls: int
     detail: str
-    node: fx.Node | None = None  #: the op's, where it may become part of another
+    node: fx.Node | None = None  #: node of the op, if a norm can be fused into it
 
 
 class _Gathered:
-    """A gathered tensor."""
+    """A gathered tensor, and the nodes that only move its elements."""
 
     def __init__(self, gather: fx.Node, world: int) -> None:
         self.node, self.shard, self.ranks = gather, gather.all_input_nodes[0], Axis(world)
-        self.inner = Layout.of(self.shard)
-        #: The layouts of the nodes that only move it.
-        self.moves = moving.follow(gather, self.inner.with_leading(0, self.ranks))
+        self.shard_layout = Layout.for_node(self.shard)
+        #: Layouts of the nodes that only move the tensor.
+        self.moves = layouts.find_moves(gather, self.shard_layout.push_leading(0, self.ranks))
 
-    def lead(self, layout: Layout) -> list[Size]:
-        """Return the leading dims of the shard as the op takes it, for a matrix of that layout, in
-        whose rows the ranks are: rows slower than the ranks, if there are any; and rows within a
-        shard."""
+    def leading_dims(self, layout: Layout) -> list[Size]:
+        """Return the leading dims of the shard as an operand, for a matrix with this layout.
+
+        The rows of the matrix contain the rank axis. The dims are the rows slower than the rank
+        axis, if any, then the rows within a shard.
+        """
         rows = layout.dims[0]
-        at = rows.index(self.ranks)
-        return [*([size_of(rows[:at])] if at else []), size_of(rows[at + 1 :])]
+        index = rows.index(self.ranks)
+        return [*([num_elements(rows[:index])] if index else []), num_elements(rows[index + 1 :])]
 
-    def arranged(self, editor: Editor, layout: Layout, columns: Size) -> fx.Node:
-        """Return the shard with the leading dims of `lead`."""
+    def arrange_shard(self, editor: Editor, layout: Layout, columns: Size) -> fx.Node:
+        """Return the shard as a matrix with the leading dims of `leading_dims`."""
         order = [axis for axis in layout.flat if axis is not self.ranks]
-        return editor.arrange(self.shard, self.inner.flat, order, [*self.lead(layout), columns])
+        return editor.arrange(
+            self.shard, self.shard_layout.flat, order, [*self.leading_dims(layout), columns]
+        )
 
-    def readers(self) -> tuple[list[Matmul], dict[fx.Node, list[fx.Node]]]:
-        """Return the matmuls that can be fused, which read it in one layout, and for each node that
-        moves it its other readers."""
+    def find_matmuls(self) -> tuple[list[Matmul], dict[fx.Node, list[fx.Node]]]:
+        """Return the matmuls that can be fused, and all other readers.
+
+        The matmuls read the gathered tensor in the same layout. All other readers are grouped by
+        the node in `moves` that they read.
+        """
         matmuls: list[Matmul] = []
-        rest: dict[fx.Node, list[fx.Node]] = {}
+        other_readers: dict[fx.Node, list[fx.Node]] = {}
         reasons, dependent = [], descendants(self.node)
         for node, layout in self.moves.items():
-            for reader in moving.readers(node, self.moves):
+            for reader in layouts.find_readers(node, self.moves):
                 try:
                     matmul = self._matmul(reader, node, dependent)
                 except Unsupported as reason:
@@ -118,14 +140,17 @@ class _Gathered:
                     ):
                         matmuls.append(matmul)
                         continue
-                rest.setdefault(node, []).append(reader)
+                other_readers.setdefault(node, []).append(reader)
         if not matmuls:
             raise Unsupported("; ".join(dict.fromkeys(reasons)) or "no op reads it")
-        return matmuls, rest
+        return matmuls, other_readers
 
     def _matmul(self, reader: fx.Node, node: fx.Node, dependent: set[fx.Node]) -> Matmul:
-        """Return the matmul that a reader of ``node`` is, if it can start with one shard."""
-        matmul, name, dtype = Matmul.of(reader), describe(reader), value(node).dtype
+        """Return the matmul of a reader of ``node``.
+
+        Raises `Unsupported` if the matmul cannot start with one shard.
+        """
+        matmul, name, dtype = Matmul.match(reader), describe(reader), value(node).dtype
         rows, columns = self.moves[node].dims[0], self.moves[node].dims[-1]
         if matmul is None:
             raise Unsupported(f"{name} reads it and is not a plain matmul")
@@ -133,7 +158,7 @@ class _Gathered:
             raise Unsupported(f"{name} reads it as its right operand")
         if matmul.left is not node or matmul.depends_on(dependent):
             raise Unsupported(f"the right operand of {name}, or its bias, also depends on it")
-        if matmul.scales is None and dtype != value(self.node).dtype:  # fp8 may travel as bytes
+        if matmul.scales is None and dtype != value(self.node).dtype:  # fp8 may be sent as bytes
             raise Unsupported(f"{name} reinterprets its bytes as {dtypes.name(dtype)}")
         if self.ranks in columns:
             raise Unsupported(
@@ -147,9 +172,9 @@ class _Gathered:
 def fuse_gather(gather: Collective) -> Change:
     """Rewrite an ``all_gather_into_tensor`` and the matmuls of the gathered tensor."""
     gathered = _Gathered(gather.node, gather.world)
-    matmuls, rest = gathered.readers()
+    matmuls, other_readers = gathered.find_matmuls()
     gather.check_fusible(matmul.node for matmul in matmuls)
-    for reader in itertools.chain(*rest.values()):
+    for reader in itertools.chain(*other_readers.values()):
         if pattern_matcher.is_mutation_op(reader):
             raise Unsupported(f"{describe(reader)} writes into the gathered tensor")
     first = matmuls[0]
@@ -157,50 +182,52 @@ def fuse_gather(gather: Collective) -> Change:
     if scales is None and dtype not in dtypes.CODES:
         raise Unsupported(f"the ops do not support {dtypes.name(dtype)}")
     op = "all_gather_matmul" if scales is None else "all_gather_scaled_matmul"
-    *before, rows = gathered.lead(layout)
-    dim, columns, kept = len(before), shape_of(first.left)[1], bool(rest)
-    total = None if before else rows * gather.world
-    gather.check_worthwhile(op, total, columns, GatherOptions(return_gathered=kept))
-    detail = f"x {[*before, rows, columns]} along dim {dim}, {counted(len(matmuls), 'matmul')}"
-    detail += "; the gathered tensor is kept" if kept else ""
-    replaced = moving.with_carriers(gathered.moves)
+    *outer_dims, rows = gathered.leading_dims(layout)
+    dim, columns, keep_gathered = len(outer_dims), get_shape(first.left)[1], bool(other_readers)
+    total = None if outer_dims else rows * gather.world
+    gather.check_worthwhile(op, total, columns, GatherOptions(return_gathered=keep_gathered))
+    detail = (
+        f"x {[*outer_dims, rows, columns]} along dim {dim}, {pluralize(len(matmuls), 'matmul')}"
+    )
+    detail += "; the gathered tensor is kept" if keep_gathered else ""
+    replaced = layouts.add_chunk_nodes(gathered.moves)
     with Editor(first.node) as editor:
-        x = gathered.arranged(editor, layout, columns)
-        weights = [editor.padded(matmul.right, 1) for matmul in matmuls]
+        x = gathered.arrange_shard(editor, layout, columns)
+        weights = [editor.pad_if_empty(matmul.right, 1) for matmul in matmuls]
         biases = None
-        if any(matmul.bias is not None for matmul in matmuls):  # no elements: no bias
-            none = editor.call(aten.new_empty.default, gathered.shard, [0])
-            biases = [none if matmul.bias is None else matmul.bias for matmul in matmuls]
-        operands, options = [x, weights], {"return_gathered": kept}
+        if any(matmul.bias is not None for matmul in matmuls):  # an empty tensor means no bias
+            empty_bias = editor.call(aten.new_empty.default, gathered.shard, [0])
+            biases = [empty_bias if matmul.bias is None else matmul.bias for matmul in matmuls]
+        operands, options = [x, weights], {"return_gathered": keep_gathered}
         if scales is not None:
-            own, gathers = _own_scale(editor, gather, scales.left, [*before, rows])
-            if own is None:
-                own = row_scale(editor, scales.left, [*before, rows * gather.world])
+            scale_x, gathers = _local_scale(editor, gather, scales.left, [*outer_dims, rows])
+            if scale_x is None:
+                scale_x = row_scale(editor, scales.left, [*outer_dims, rows * gather.world])
             else:
                 replaced += gathers
                 detail += "; its scales are gathered with it"
-            columns_of = [matmul.scales.right for matmul in matmuls if matmul.scales]
-            scale_w = [column_scale(editor, scale) for scale in columns_of]
-            operands = [editor.as_dtype(x, value(first.left).dtype), weights, own, scale_w]
+            column_scales = [matmul.scales.right for matmul in matmuls if matmul.scales]
+            scale_w = [column_scale(editor, scale) for scale in column_scales]
+            operands = [editor.as_dtype(x, value(first.left).dtype), weights, scale_x, scale_w]
             options |= first.options
         fused = editor.op(op, *operands, gather.group, dim, biases, **options)
-        # What can fail comes before the first change.
-        new_readings, results = {}, []
-        if kept:
-            whole = editor.item(fused, 0)
-            for node in rest:
+        # All code that can raise runs before the first change of the graph.
+        new_sources, results = {}, []
+        if keep_gathered:
+            gathered_result = editor.item(fused, 0)
+            for node in other_readers:
                 order = gathered.moves[node].flat
-                new = editor.arrange(whole, layout.flat, order, shape_of(node))
+                new = editor.arrange(gathered_result, layout.flat, order, get_shape(node))
                 new = editor.as_dtype(new, value(node).dtype)
-                new_readings[node] = editor.laid_out_like(node, new)
+                new_sources[node] = editor.match_strides(node, new)
         outs = editor.item(fused, 1)
         for i, matmul in enumerate(matmuls):
-            rows, columns = shape_of(matmul.node)
-            padded = same(columns, 0)  # the op gave it a column
+            rows, columns = get_shape(matmul.node)
+            padded = sizes_equal(columns, 0)  # pad_if_empty added a column
             out = editor.reshape(editor.item(outs, i), [rows, 1 if padded else columns])
             results.append(editor.call(aten.slice.Tensor, out, 1, 0, 0) if padded else out)
-    for node, new in new_readings.items():
-        for reader in rest[node]:
+    for node, new in new_sources.items():
+        for reader in other_readers[node]:
             reader.replace_input_with(node, new)
     for matmul, new in zip(matmuls, results, strict=True):
         matmul.node.replace_all_uses_with(new)
@@ -208,13 +235,19 @@ def fuse_gather(gather: Collective) -> Change:
     return Change(op, len(matmuls), detail)
 
 
-def _own_scale(
-    editor: Editor, gather: Collective, scale: fx.Node, lead: Sequence[Size]
+def _local_scale(
+    editor: Editor, gather: Collective, scale: fx.Node, leading_dims: Sequence[Size]
 ) -> tuple[fx.Node | None, list[fx.Node]]:
-    """Return this rank's row-wise scales, and the nodes of their gather, if they come from one of
-    their own over the same ranks, as DTensor writes it: the op sends a row with its scale.
-    ``scale`` is of the gathered rows, ``lead`` the leading dims of this rank's x."""
-    source, moves = moving.chain_to(scale)
+    """Return the local row-wise scales, and the nodes of their gather.
+
+    The op gathers these scales with the rows. Return None and an empty list unless the graph
+    gathers the scales separately over the same ranks, as DTensor does.
+
+    Args:
+        scale: scales of the gathered rows.
+        leading_dims: leading dims of the local x.
+    """
+    source, moves = layouts.find_origin(scale)
     if (
         is_tensor_wise(scale)
         or source.target is not gather.node.target
@@ -225,36 +258,42 @@ def _own_scale(
     gathered = _Gathered(source, gather.world)
     layout = gathered.moves.get(scale)
     in_rows = layout is not None and gathered.ranks in layout.dims[0]
-    if layout is None or not in_rows or not same_shape(gathered.lead(layout), lead):
+    if (
+        layout is None
+        or not in_rows
+        or not shapes_equal(gathered.leading_dims(layout), leading_dims)
+    ):
         return None, []
     gather.check_fusible([source])
-    return gathered.arranged(editor, layout, 1), [*moving.with_carriers(moves), source]
+    return gathered.arrange_shard(editor, layout, 1), [*layouts.add_chunk_nodes(moves), source]
 
 
 class _Sum:
-    """The input of a collective: a ``total`` of ``matmuls``, and the ``moves`` after it. Nothing
-    but the op reads the nodes ``replaced``."""
+    """Input of a collective: the sum ``total`` of ``matmuls``, followed by ``moves``.
+
+    The nodes ``replaced`` have no users outside the fused op.
+    """
 
     def __init__(self, collective: Collective) -> None:
-        self.total, self.moves = _chain_to(collective.node.all_input_nodes[0])
-        self.replaced = [self.total, *moving.with_carriers(self.moves)]
+        self.total, self.moves = _find_origin(collective.node.all_input_nodes[0])
+        self.replaced = [self.total, *layouts.add_chunk_nodes(self.moves)]
         self.matmuls = self._terms(self.total)
-        shapes = [shape_of(matmul.node) for matmul in self.matmuls]
-        if not all(same_shape(shape, shapes[0]) for shape in shapes):
+        shapes = [get_shape(matmul.node) for matmul in self.matmuls]
+        if not all(shapes_equal(shape, shapes[0]) for shape in shapes):
             raise Unsupported("its input is a sum of matmuls in different layouts")
-        inside = {collective.node, *self.replaced}
+        replaced_nodes = {collective.node, *self.replaced}
         for node in self.replaced:
-            others = [user for user in node.users if user not in inside]
-            if others:
-                names = ", ".join(dict.fromkeys(map(describe, others)))
+            outside_users = [user for user in node.users if user not in replaced_nodes]
+            if outside_users:
+                names = ", ".join(dict.fromkeys(map(describe, outside_users)))
                 raise Unsupported(f"{describe(node)} in its input is also read by {names}")
         collective.check_fusible(matmul.node for matmul in self.matmuls)
         if len(self.matmuls) > 1 and any(matmul.scales for matmul in self.matmuls):
             raise Unsupported("its input is a sum of several scaled matmuls")
 
     def _terms(self, node: fx.Node) -> list[Matmul]:
-        """Return the matmuls of which ``node`` is the sum."""
-        matmul = Matmul.of(node)
+        """Return the matmuls that ``node`` sums."""
+        matmul = Matmul.match(node)
         if matmul is not None:
             if matmul.bias is not None:
                 raise Unsupported(
@@ -269,29 +308,33 @@ class _Sum:
         return [term for addend in addends for term in self._addend(addend, node)]
 
     def _addend(self, node: fx.Node, total: fx.Node) -> list[Matmul]:
-        """Return the matmuls of which ``node``, an addend of ``total``, is the sum. Moves in
-        between must keep the order of the elements."""
-        if not same_shape(shape_of(node), shape_of(total)):
+        """Return the matmuls that ``node``, an addend of ``total``, sums.
+
+        Moves in between must preserve the order of the elements.
+        """
+        if not shapes_equal(get_shape(node), get_shape(total)):
             raise Unsupported("its input is a sum with broadcasting")
-        source, moves = _chain_to(node)
-        if not moving.keep_order(source, moves):
+        source, moves = _find_origin(node)
+        if not layouts.preserves_order(source, moves):
             raise Unsupported("its input is a sum of matmuls in different layouts")
-        self.replaced += [source, *moving.with_carriers(moves)]
+        self.replaced += [source, *layouts.add_chunk_nodes(moves)]
         return self._terms(source)
 
     def layouts(self) -> tuple[Layout, Layout]:
-        """Return the layouts of the matmul's result [M, N] and of the collective's input."""
-        matmul = Layout.of(self.matmuls[0].node)
-        total = matmul.regrouped(shape_of(self.total))
-        layout = total and total.after(self.moves)
+        """Return the layouts of the matmul result [M, N] and of the collective input."""
+        matmul = Layout.for_node(self.matmuls[0].node)
+        total = matmul.view(get_shape(self.total))
+        layout = total and total.apply_moves(self.moves)
         if layout is None:
             raise Unsupported("the layout of the matmul in its input is unknown")
         return matmul, layout
 
-    def factors(self, editor: Editor) -> tuple[fx.Node, fx.Node]:
-        """Return the factors x [M, K] and w [K, N] of the sum as one matmul."""
-        if len(self.matmuls) == 1:  # A rank without K adds zeros: the ops need K >= 1.
-            return editor.padded(self.matmuls[0].left, 1), editor.padded(self.matmuls[0].right, 0)
+    def operands(self, editor: Editor) -> tuple[fx.Node, fx.Node]:
+        """Return the operands x [M, K] and w [K, N] of the sum as one matmul."""
+        if len(self.matmuls) == 1:  # The ops need K >= 1: a rank with K = 0 adds zeros.
+            return editor.pad_if_empty(self.matmuls[0].left, 1), editor.pad_if_empty(
+                self.matmuls[0].right, 0
+            )
         x = editor.call(aten.cat.default, [matmul.left for matmul in self.matmuls], 1)
         w = editor.call(aten.cat.default, [matmul.right for matmul in self.matmuls], 0)
         return x, w
@@ -299,49 +342,54 @@ class _Sum:
 
 def fuse_reduction(collective: Collective) -> Change:
     """Rewrite a ``reduce_scatter_tensor`` or ``all_reduce``, and the matmuls that it reduces."""
-    node, kind = collective.node, collective.node.args[1]
+    node, reduce_op = collective.node, collective.node.args[1]
     scatters = node.target is _c10d.reduce_scatter_tensor.default
-    if kind not in ("sum", "avg"):
-        raise Unsupported(f"its reduction is {kind}; the ops support sum and avg")
+    if reduce_op not in ("sum", "avg"):
+        raise Unsupported(f"its reduction is {reduce_op}; the ops support sum and avg")
     dtype: torch.dtype = value(node).dtype
-    # A mean is divided before it is rounded.
-    out_dtype = dtypes.accumulator(dtype) if kind == "avg" else None
+    # A mean is divided before rounding.
+    out_dtype = dtypes.accumulator(dtype) if reduce_op == "avg" else None
     reduced = _Sum(collective)
     first, count = reduced.matmuls[0], len(reduced.matmuls)
     scales = first.scales
     op = "matmul_reduce_scatter" if scatters else "matmul_all_reduce"
     op = op if scales is None else f"scaled_{op}"
     matmul, layout = reduced.layouts()
-    mine, lead, dim, by_rows = list(matmul.flat), list[Size](), list[int](), True
+    shard_axes, outer_dims, dim, splits_rows = (
+        list(matmul.flat),
+        list[Size](),
+        list[int](),
+        True,
+    )
     if scatters:
-        ranks, layout, lead, dim = _split(matmul, layout, collective.world)
-        mine = [axis for axis in matmul.flat if axis is not ranks]
-        by_rows = dim == [0]
+        ranks, layout, outer_dims, dim = _split(matmul, layout, collective.world)
+        shard_axes = [axis for axis in matmul.flat if axis is not ranks]
+        splits_rows = dim == [0]
         if scales is not None and ranks in matmul.dims[1]:
             raise Unsupported("a scaled matmul can be scattered along its rows only")
-    rows, width = shape_of(first.node)
+    rows, width = get_shape(first.node)
     options = ReduceOptions(x_dtype=dtype, out_dtype=out_dtype or dtype)
-    collective.check_worthwhile(op, rows if by_rows else None, width, options)
+    collective.check_worthwhile(op, rows if splits_rows else None, width, options)
     with Editor(node) as editor:
-        x, w = reduced.factors(editor)
-        x = editor.reshape(x, [*lead, shape_of(x)[1]]) if lead else x
+        x, w = reduced.operands(editor)
+        x = editor.reshape(x, [*outer_dims, get_shape(x)[1]]) if outer_dims else x
         operands, keywords = [x, w], {"out_dtype": out_dtype}
         if scales is not None:
-            operands.append(row_scale(editor, scales.left, shape_of(x)[:-1]))
+            operands.append(row_scale(editor, scales.left, get_shape(x)[:-1]))
             operands.append(column_scale(editor, scales.right))
             keywords = {**first.options, **({"out_dtype": out_dtype} if out_dtype else {})}
         fused = total = editor.op(op, *operands, collective.group, *dim, **keywords)
-        if kind == "avg":
+        if reduce_op == "avg":
             total = editor.call(aten.div.Tensor, total, collective.world)
             if value(total).dtype != dtype:
                 total = editor.call(_CAST, total, dtype)
-        result = editor.arrange(total, mine, layout.flat, shape_of(node))
-        result = editor.laid_out_like(node, result)
+        result = editor.arrange(total, shard_axes, layout.flat, get_shape(node))
+        result = editor.match_strides(node, result)
     waits = [user for user in node.users if user.target is _c10d.wait_tensor.default]
-    for old in (*waits, node):
-        old.replace_all_uses_with(result)
+    for old_node in (*waits, node):
+        old_node.replace_all_uses_with(result)
     erase_unread([*waits, node, *reduced.replaced])
-    detail = f"x {list(shape_of(x))}" + (f" along dim {dim[0]}" if dim else "")
+    detail = f"x {list(get_shape(x))}" + (f" along dim {dim[0]}" if dim else "")
     detail += f", {count} matmuls as one" if count > 1 else ""
     return Change(op, count, detail, None if scatters else fused)
 
@@ -349,26 +397,30 @@ def fuse_reduction(collective: Collective) -> Change:
 def _split(
     matmul: Layout, source: Layout, world: int
 ) -> tuple[object, Layout, list[Size], list[int]]:
-    """Return how a scatter splits a matmul: the axis of the ranks, the layout of a shard, the
-    leading dims of x where they are not the matmul's, and the scattered dim."""
-    split = source.without_leading(0, world)
-    if split is None:
+    """Split a matmul for a scatter.
+
+    Returns:
+        The rank axis, the layout of a shard, the leading dims of x, or [] if x is a matrix, and the
+        scattered dim.
+    """
+    popped = source.pop_leading(0, world)
+    if popped is None:
         raise Unsupported(f"the shards of {source.shape} are not blocks of rows of the matmul")
-    ranks, shard = split
+    ranks, shard = popped
     rows, columns = matmul.dims
     if ranks in columns:
         if columns[0] is not ranks:
             raise Unsupported("each rank gets several blocks of columns")
         return ranks, shard, [], [1]
-    before = rows[: rows.index(ranks)]
-    if not before:
+    outer_rows = rows[: rows.index(ranks)]
+    if not outer_rows:
         return ranks, shard, [], [0]
-    return ranks, shard, [size_of(before), size_of(rows[len(before) :])], [1]
+    return ranks, shard, [num_elements(outer_rows), num_elements(rows[len(outer_rows) :])], [1]
 
 
-def _chain_to(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """Do as `chain_to`, where no move makes other numbers of the same bytes."""
-    source, moves = moving.chain_to(node)
+def _find_origin(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """Call `find_origin`, and raise `Unsupported` if a move reinterprets the bytes."""
+    source, moves = layouts.find_origin(node)
     for move in moves:
         if value(move).dtype != value(source).dtype:
             raise Unsupported(
@@ -379,18 +431,18 @@ def _chain_to(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
 
 
 def reduction_group(node: fx.Node) -> object:
-    """Return the group of a reduction of which a norm may become part; None for other nodes."""
-    if node.target is _FUNCTIONAL:
+    """Return the group of an all-reduce that can include a norm, or None for other nodes."""
+    if node.target is _FUNCTIONAL_ALL_REDUCE:
         return node.args[-1]
-    return _arguments(node)["group"] if node.target in _NORMED else None
+    return _arguments(node)["group"] if node.target in _OPS_WITH_NORM else None
 
 
 @dataclass(frozen=True)
 class _Norm:
-    """``round(total / sqrt(mean(total^2) + eps) * weight)`` of each row.
+    """``round(total / sqrt(mean(total^2) + eps) * weight)`` for each row.
 
     Attributes:
-        nodes: from the square to the result; only the last is read by others.
+        nodes: from the square to the result. Only the result has users outside the norm.
     """
 
     weight: fx.Node
@@ -399,134 +451,138 @@ class _Norm:
 
 
 def fuse_norm(reduction: Collective) -> Change | None:
-    """Rewrite an all-reduce with the norm that follows it; None where none does."""
+    """Rewrite an all-reduce and the norm that follows it. Return None without such a norm."""
     node = reduction.node
-    moves = _moves_of_rows(node)
-    end = moves[-1] if moves else node
-    total, residual, norm = end, None, _norm_of(end)
+    moves = _row_moves(node)
+    last_move = moves[-1] if moves else node
+    total, residual, norm = last_move, None, _match_norm(last_move)
     if norm is None:
-        total, residual = _residual_sum(end)
-        norm = None if residual is None else _norm_of(total)
+        total, residual = _match_residual_add(last_move)
+        norm = None if residual is None else _match_norm(total)
     if norm is None:
         return None
-    arguments = _operands(node)
+    arguments = _norm_op_arguments(node)
     if arguments["residual"] is not None and residual is not None:
         raise Unsupported("the op before the norm already has a residual")
     if norm.weight in descendants(total):
         raise Unsupported("the weight of the norm is computed from the sum")
     reduction.check_fusible([total, *norm.nodes])
-    op, shape, dtype = _NORMED[node.target], shape_of(node), value(node).dtype
+    op, shape, dtype = _OPS_WITH_NORM[node.target], get_shape(node), value(node).dtype
     rows, width = prod(shape[:-1]), shape[-1]
-    if not OPS[op].has_matmul:  # its times are by elements
+    if not OPS[op].has_matmul:  # measured times are keyed by number of elements
         rows, width = rows * width, 1
     reduction.check_worthwhile(op, rows, width, ReduceOptions(x_dtype=dtype, out_dtype=dtype))
     with Editor(total) as editor:
         if residual is not None:
             arguments["residual"] = editor.reshape(residual, shape)
-        factors = [arguments.pop(name) for name in ("x", "w") if name in arguments]
-        call = editor.op(op, *factors, norm.weight, reduction.group, **arguments, eps=norm.eps)
+        operands = [arguments.pop(name) for name in ("x", "w") if name in arguments]
+        call = editor.op(op, *operands, norm.weight, reduction.group, **arguments, eps=norm.eps)
         results = []
         for i, old in enumerate((norm.nodes[-1], total)):
-            new = editor.reshape(editor.item(call, i), shape_of(old))
-            results.append((old, editor.laid_out_like(old, new)))
+            new = editor.reshape(editor.item(call, i), get_shape(old))
+            results.append((old, editor.match_strides(old, new)))
     for old, new in results:
         old.replace_all_uses_with(new)
     cast = norm.nodes[0].all_input_nodes[0]
     erase_unread([node, *moves, total, *norm.nodes, *([] if cast is total else [cast])])
-    more = "" if residual is None else ", with a residual"
-    return Change(op, len(factors) - 1, f"sum {list(shape)}{more}")
+    suffix = "" if residual is None else ", with a residual"
+    return Change(op, len(operands) - 1, f"sum {list(shape)}{suffix}")
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of one of our ops, by name."""
-    assert isinstance(node.target, OpOverload)  # of _NORMED
-    names = [argument.name for argument in schema_of(node.target).arguments]
+    """Return the arguments of a tpkernels op, by name."""
+    assert isinstance(node.target, OpOverload)  # a key of _OPS_WITH_NORM
+    names = [argument.name for argument in get_schema(node.target).arguments]
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
-def _operands(node: fx.Node) -> dict[str, Any]:
-    """Return the new op's arguments that the node has: x, w, bias, residual, algorithm."""
-    if node.target is _FUNCTIONAL:
+def _norm_op_arguments(node: fx.Node) -> dict[str, Any]:
+    """Return the arguments for the op with a norm: x, w, bias, residual, algorithm."""
+    if node.target is _FUNCTIONAL_ALL_REDUCE:
         if node.args[1] != "sum":
             raise Unsupported(f"its reduction is {node.args[1]}; the ops with a norm support sum")
         return {"x": node.args[0], "residual": None}
     arguments = _arguments(node)
     dtype = value(arguments["x"]).dtype
     for name in ("out_dtype", "wire_dtype"):
-        asked = arguments.pop(name, None)
-        if asked not in (None, dtype):
-            raise Unsupported(f"{name} is {dtypes.name(asked)} but x is {dtypes.name(dtype)}")
+        requested = arguments.pop(name, None)
+        if requested not in (None, dtype):
+            raise Unsupported(f"{name} is {dtypes.name(requested)} but x is {dtypes.name(dtype)}")
     del arguments["group"]
     return {"residual": None, **arguments}
 
 
-def _moves_of_rows(node: fx.Node) -> list[fx.Node]:
-    """Return the chain of nodes behind ``node`` that only move elements, and keep their order and
-    the rows."""
+def _row_moves(node: fx.Node) -> list[fx.Node]:
+    """Return the moves after ``node`` that keep the rows and the order of the elements."""
     moves: list[fx.Node] = []
-    end: fx.Node | None = node
-    while end is not None and (user := _only_user(end)) is not None:
-        if moving.moved_from(user) is not end or value(user).dtype != value(node).dtype:
+    last: fx.Node | None = node
+    while last is not None and (user := _only_user(last)) is not None:
+        if layouts.find_move_source(user) is not last or value(user).dtype != value(node).dtype:
             break
-        shape, alike = shape_of(user), moving.keep_order(node, [*moves, user])
-        if not (shape and same(shape[-1], shape_of(node)[-1]) and alike):
+        shape, is_order_kept = get_shape(user), layouts.preserves_order(node, [*moves, user])
+        if not (shape and sizes_equal(shape[-1], get_shape(node)[-1]) and is_order_kept):
             break
         moves.append(user)
-        end = user
+        last = user
     return moves
 
 
-def _residual_sum(end: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-    """Return the sum of ``end`` and a residual, and the residual; None if there is no such sum."""
-    total = _only_user(end)
+def _match_residual_add(node: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """Return (sum, residual) if a residual is added to ``node``, otherwise residual is None."""
+    total = _only_user(node)
     if total is None or total.target is not aten.add.Tensor or total.kwargs:
-        return end, None
-    residual = _other(total, end)
+        return node, None
+    residual = _other_input(total, node)
     if residual is None or not isinstance(value(residual), torch.Tensor):
-        return end, None
-    alike = same_shape(shape_of(residual), shape_of(end))
-    return total, residual if alike and value(residual).dtype == value(end).dtype else None
+        return node, None
+    shapes_match = shapes_equal(get_shape(residual), get_shape(node))
+    return total, residual if shapes_match and value(residual).dtype == value(node).dtype else None
 
 
-def _norm_of(total: fx.Node) -> _Norm | None:
-    """Return the norm that reads ``total``, if nothing else reads what it computes in between."""
-    wide = [user for user in total.users if user.target is _CAST and user.args[1] == torch.float32]
-    for source in (total, *wide):
+def _match_norm(total: fx.Node) -> _Norm | None:
+    """Return the norm that reads ``total``, if its intermediate nodes have no other users."""
+    fp32_casts = [
+        user for user in total.users if user.target is _CAST and user.args[1] == torch.float32
+    ]
+    for source in (total, *fp32_casts):
         if value(source).dtype != torch.float32:
             continue
         for user in source.users:
-            norm = _behind_square(user, source, total)
+            norm = _match_norm_from_square(user, source, total)
             if norm is not None:
                 return norm
     return None
 
 
-def _behind_square(square: fx.Node, source: fx.Node, total: fx.Node) -> _Norm | None:
-    """Return the norm of ``source``, which is ``total`` in fp32, that begins with ``square``."""
+def _match_norm_from_square(square: fx.Node, source: fx.Node, total: fx.Node) -> _Norm | None:
+    """Return the norm that begins with the node ``square``, or None.
+
+    ``source`` is ``total`` in fp32.
+    """
     squares = (aten.mul.Tensor, (source, source)), (aten.pow.Tensor_Scalar, (source, 2))
     if (square.target, square.args) not in squares:
         return None
     nodes = [square]
-    for targets in _FACTOR:
+    for targets in _RMS_CHAIN:
         user = _only_user(nodes[-1])
         if user is None or user.target not in targets or user.kwargs:
             return None
         nodes.append(user)
     _, mean, shifted, root, rows = nodes
     dims, eps = mean.args[1:], shifted.args[1]
-    last = len(shape_of(total)) - 1
+    last = len(get_shape(total)) - 1
     if dims not in (([-1], True), ([last], True)) or shifted.args[0] is not mean:
         return None
     if not isinstance(eps, float) or set(rows.args) != {source, root}:
         return None
-    # The product with a weight and the rounding, in either order.
+    # Multiplication by the weight and rounding, in either order.
     dtype, weight = value(total).dtype, None
     while weight is None or value(nodes[-1]).dtype != dtype:
         user = _only_user(nodes[-1])
         if user is None:
             return None
         if user.target is aten.mul.Tensor and weight is None:
-            weight = _weight(_other(user, nodes[-1]), total)
+            weight = _norm_weight(_other_input(user, nodes[-1]), total)
             if weight is None:
                 return None
         elif user.target is not _CAST or not value(user).dtype == dtype != value(nodes[-1]).dtype:
@@ -535,21 +591,29 @@ def _behind_square(square: fx.Node, source: fx.Node, total: fx.Node) -> _Norm | 
     return _Norm(weight, eps, nodes)
 
 
-def _weight(factor: fx.Node | None, total: fx.Node) -> fx.Node | None:
-    """Return the vector by which a norm multiplies its rows, before it was converted to fp32 where
-    it was of the rows' dtype; None if the op does not take it."""
+def _norm_weight(factor: fx.Node | None, total: fx.Node) -> fx.Node | None:
+    """Return the weight of a norm, or None if the op does not support it.
+
+    If the graph converts the weight to fp32 from the dtype of the rows, return the unconverted
+    weight.
+    """
     tensor, dtype = value(factor), value(total).dtype
     if factor is None or not isinstance(tensor, torch.Tensor) or tensor.dim() != 1:
         return None
-    if not same(tensor.shape[0], shape_of(total)[-1]) or tensor.dtype not in (torch.float32, dtype):
+    if not sizes_equal(tensor.shape[0], get_shape(total)[-1]) or tensor.dtype not in (
+        torch.float32,
+        dtype,
+    ):
         return None
-    narrow = factor.target is _CAST and value(factor.args[0]).dtype == dtype
-    return factor.all_input_nodes[0] if narrow else factor
+    is_upcast = factor.target is _CAST and value(factor.args[0]).dtype == dtype
+    return factor.all_input_nodes[0] if is_upcast else factor
 
 
-def _other(node: fx.Node, argument: fx.Node) -> fx.Node | None:
-    """Return the other node among a node's inputs; None if there is no other."""
-    return next((other for other in node.all_input_nodes if other is not argument), None)
+def _other_input(node: fx.Node, argument: fx.Node) -> fx.Node | None:
+    """Return an input of ``node`` other than ``argument``, or None."""
+    return next(
+        (input_node for input_node in node.all_input_nodes if input_node is not argument), None
+    )
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:

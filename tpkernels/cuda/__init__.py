@@ -1,15 +1,16 @@
-"""CUDA C++ kernels and copies over symmetric memory: the Python face of ``csrc/cuda``.
+"""CUDA C++ kernels and copies over symmetric memory: the Python API of ``csrc/cuda``.
 
-Importing this touches no driver. A function that needs one raises ``NotImplementedError`` and says
-what is missing. A prepared call is bound to the ``DeviceWorkspace`` of a group and launched on
-torch's current stream of its device. A launch returns when its kernels are queued. Once the stream
-has caught up, ``space.failure()`` tells whether a wait has failed.
+Importing this module does not load the driver. Functions that need the driver raise
+``NotImplementedError`` and report the missing component. A prepared call is bound to the
+``DeviceWorkspace`` of a group and launched on the current torch stream of its device. A launch
+returns as soon as its kernels are queued. After the stream has completed them, ``space.failure()``
+reports failed waits.
 """
 
 from tpkernels.cuda.calls import (
     VARIANTS,
     barrier,
-    normalises,
+    multicast_unsupported,
     prepare_all_gather,
     prepare_all_reduce,
     prepare_normed_all_reduce,
@@ -17,9 +18,9 @@ from tpkernels.cuda.calls import (
     prepare_routed,
     rms_norm,
     sum_partials,
-    without_multicast,
+    supports_rms_norm,
 )
-from tpkernels.cuda.copies import CopyCall, flags_take_kernels
+from tpkernels.cuda.copies import CopyCall, flags_need_kernels
 from tpkernels.cuda.image import available, driver_status, image_status, unsupported
 from tpkernels.cuda.operands import DTYPES
 
@@ -30,9 +31,9 @@ __all__ = [
     "available",
     "barrier",
     "driver_status",
-    "flags_take_kernels",
+    "flags_need_kernels",
     "image_status",
-    "normalises",
+    "multicast_unsupported",
     "prepare_all_gather",
     "prepare_all_reduce",
     "prepare_normed_all_reduce",
@@ -40,6 +41,6 @@ __all__ = [
     "prepare_routed",
     "rms_norm",
     "sum_partials",
+    "supports_rms_norm",
     "unsupported",
-    "without_multicast",
 ]

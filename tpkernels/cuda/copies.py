@@ -1,31 +1,34 @@
 """Peer copies by the copy engines, ordered by signals: a call of several launches.
 
     with CopyCall(space, signature, [chunk]) as call:
-        call.put(shard, 0)                     # into this rank's memory, for the peers
+        call.put(shard, 0)                     # into the memory of this rank, for the peers
         call.publish(1)
         side.fork()                            # symm/streams.py
         with side.current():
-            call.fetch(peer, 1, chunk, 0)      # waits for that word, then copies
+            call.fetch(peer, 1, chunk, 0)      # waits for signal 1, then copies
         side.join()
 
 Problem: fetch chunks from peers while the SMs run a matmul, in eager calls and replayed graphs.
 
-Algorithm: the call begins with one kernel and ends with another. Between them each rank copies its
-chunks into its own region and publishes words for them. The peers wait for the words and copy, on
-any streams forked from the call's stream and joined back to it.
+Algorithm: a kernel begins the call and another kernel ends it. Between them each rank copies its
+chunks into its region and publishes signals for them. The peers wait for the signals and copy the
+chunks, on any streams that are forked from the call stream and joined back to it.
 
-Sync: csrc/cuda/sync.cuh. Kernels of one block write and await the words of peers, not
-cuStreamWriteValue64 and cuStreamWaitValue64, for three reasons. Their values come from the host and
-are fixed in a captured graph, but the epoch advances in device memory with every replay. Their wait
-has no deadline, so a lost peer would hang the stream. And their write would announce data to a peer
-even after a failed wait. Waits here end at their deadline. The copy behind a failed wait still
-runs, which is harmless: copies pull, so it only writes to this rank's memory, and the failure is on
-record.
+Sync: csrc/cuda/sync.cuh. One-block kernels store and await the signals of peers. The call does not
+use cuStreamWriteValue64 and cuStreamWaitValue64 for signals, for three reasons:
 
-None of the three holds for flags, which tell this rank's own kernels that a chunk has arrived: they
-are constant, awaited by kernels, and read by nobody whose results are not poisoned after a failed
-wait. So the stream writes them where it can, and takes no multiprocessor from the matmul. The write
-is fenced from the copy before it, "similar to __threadfence_system()" (cuda.h).
+1. The host supplies their values, and a captured graph fixes them. The epoch advances in device
+   memory with every replay.
+2. The stream wait has no deadline, so a lost peer would hang the stream.
+3. The stream write would announce data to a peer even after a failed wait.
+
+Waits of the kernels end at their deadline. The copy after a failed wait still runs. This is
+harmless: copies pull, so it writes only to memory of this rank, and the failure is recorded.
+
+Flags notify the kernels of the same rank that a chunk has arrived. The three reasons do not apply
+to flags: they are constant, kernels await them, and after a failed wait the results of every reader
+are poisoned. If supported, the stream therefore writes the flags and uses no multiprocessor of the
+matmul. The write is fenced from the preceding copy, "similar to __threadfence_system()" (cuda.h).
 """
 
 from __future__ import annotations
@@ -36,33 +39,32 @@ import torch
 
 from tpkernels import _C
 from tpkernels.cuda.image import device_and_stream, kernels, launch
-from tpkernels.cuda.operands import check_contiguous, space_of
+from tpkernels.cuda.operands import check_contiguous, kernel_space
 from tpkernels.symm import streams
-from tpkernels.symm.device import FLAGS, DeviceWorkspace
+from tpkernels.symm.device import MAX_FLAGS, DeviceWorkspace
 from tpkernels.symm.gpu_memory import GpuSegment
 
 
-def flags_take_kernels(device: torch.device) -> bool:
-    """Return whether each flag of a call that is made now takes a kernel, not a stream's write."""
+def flags_need_kernels(device: torch.device) -> bool:
+    """Return whether a call made now needs kernels to set flags, instead of stream writes."""
     return streams.is_captured(device) or not kernels(device_and_stream(device)[0]).streams_write()
 
 
 class CopyCall:
-    """One call on a group, on any streams of its device. From the start of the ``with`` block on,
-    every rank may write its own memory; at the end of the block, all ranks have read what they
-    fetch.
+    """One call on a group, on any streams of its device. Collective, with equal signatures.
 
-    A rank's memory is the bytes of both its buffers, at the same addresses in every call, as graphs
-    that record copies need. All ranks make the call, with the same signature. Each must queue
-    everything before the end on the stream that is current at the start, or join it to that.
+    Inside the ``with`` block, every rank may write its memory. At the end of the block, all ranks
+    have completed their fetches. The memory of a rank consists of both its data buffers, at fixed
+    addresses in every call, as captured copies require. Each rank must queue all work of the call
+    on the stream that is current at the start of the block, or join it to that stream.
 
     Args:
-        results: contiguous; filled with NaN at the end if a wait has failed.
-        in_place: what is fetched lies there and not in a rank's memory; nothing is put.
-        flags: how many `raise_flag` may raise.
+        results: contiguous tensors; filled with NaN at the end if a wait has failed.
+        in_place: fetch from this segment instead of the rank memory; ``put`` is not used.
+        flags: number of flags that `set_flag` may set.
 
     Raises:
-        NotImplementedError: too many results, or flags.
+        NotImplementedError: too many results or flags.
     """
 
     def __init__(
@@ -73,10 +75,10 @@ class CopyCall:
         in_place: GpuSegment | None = None,
         flags: int = 0,
     ) -> None:
-        if len(results) > _C.cuda.MOST_RESULTS or flags > FLAGS:
+        if len(results) > _C.cuda.MAX_RESULTS or flags > MAX_FLAGS:
             raise NotImplementedError(
                 f"the copy-engine call needs {len(results)} results and {flags} flags, but at most "
-                f"{_C.cuda.MOST_RESULTS} and {FLAGS} are supported; pass fewer weights per call"
+                f"{_C.cuda.MAX_RESULTS} and {MAX_FLAGS} are supported; pass fewer weights per call"
             )
         for i, result in enumerate(results):
             check_contiguous(space.regions.device, **{f"results[{i}]": result})
@@ -84,60 +86,61 @@ class CopyCall:
         self._space, self._results, self._flags = space, results, flags
         if in_place is not None:
             signature = in_place.signature(signature)
-        self._words = space_of(space, signature)
-        self.rank, self.last_word = space.rank, space.words - 2
+        self._space_args = kernel_space(space, signature)
+        self.rank, self.last_signal = space.rank, space.signals - 2
         self._device = space.regions.device
         self._kernels = kernels(device_and_stream(self._device)[0])
         self._captured = flags > 0 and streams.is_captured(self._device)
 
     def __enter__(self) -> CopyCall:
-        launch("call_begin", self._device, self._words, self._flags)
+        launch("call_begin", self._device, self._space_args, self._flags)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             results = [(x.data_ptr(), x.numel() * x.element_size()) for x in self._results]
-            launch("call_end", self._device, self._words, _C.cuda.Results(results))
+            launch("call_end", self._device, self._space_args, _C.cuda.Results(results))
 
     def view(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
-        """Return the contiguous tensor at byte ``offset`` of this rank's memory."""
+        """Return a contiguous tensor at byte ``offset`` of the memory of this rank."""
         return self._space.view(dtype, shape, offset)
 
     def put(self, src: torch.Tensor, offset: int) -> None:
-        """Copy a tensor to byte ``offset`` of this rank's memory."""
+        """Copy a tensor to byte ``offset`` of the memory of this rank."""
         nbytes = self._check(src, offset)
-        here = self._space.buffers(self._space.rank) + offset
-        self._kernels.copy(self._stream(), here, src.data_ptr(), nbytes)
+        local_address = self._space.buffers(self._space.rank) + offset
+        self._kernels.copy(self._stream(), local_address, src.data_ptr(), nbytes)
 
-    def publish(self, index: int, to: int | None = None) -> None:
-        """Publish word ``index`` to rank ``to``, or to all peers: the stream's earlier work is
-        done."""
-        self._check_word(index)
-        if to is not None:
-            self._check_peer(to)
-        signal = _C.cuda.Signal(-1 if to is None else to, index)
-        launch("call_publish", self._device, self._words, signal)
+    def publish(self, index: int, dst: int | None = None) -> None:
+        """Send signal ``index`` to rank ``dst``, or to all peers, after the preceding work of the
+        stream."""
+        self._check_signal(index)
+        if dst is not None:
+            self._check_peer(dst)
+        signal = _C.cuda.Signal(-1 if dst is None else dst, index)
+        launch("call_publish", self._device, self._space_args, signal)
 
-    def raise_flag(self, index: int) -> None:
-        """Tell this rank's own kernels, once in the call: the stream's earlier work is done."""
+    def set_flag(self, index: int) -> None:
+        """Set a flag for the kernels of this rank, after the preceding work of the stream. Once per
+        flag and call."""
         if not 0 <= index < self._flags:
             raise ValueError(f"flag index is {index}; it must be 0 to {self._flags - 1}")
-        self._kernels.raise_flag(self._stream(), self._words, index, self._captured)
+        self._kernels.set_flag(self._stream(), self._space_args, index, self._captured)
 
     def fetch(self, source: int, index: int, dst: torch.Tensor, offset: int) -> None:
-        """Do `await_word`, then `copy_from`."""
-        self.await_word(source, index)
+        """Queue `await_signal`, then `copy_from`."""
+        self.await_signal(source, index)
         self.copy_from(source, dst, offset)
 
-    def await_word(self, source: int, index: int) -> None:
-        """Have the stream wait for word ``index`` of rank ``source``, or for a failure."""
-        self._check_word(index)
+    def await_signal(self, source: int, index: int) -> None:
+        """Queue a wait for signal ``index`` from rank ``source``. It also ends at a failure."""
+        self._check_signal(index)
         self._check_peer(source)
-        launch("call_wait", self._device, self._words, _C.cuda.Signal(source, index))
+        launch("call_wait", self._device, self._space_args, _C.cuda.Signal(source, index))
 
     def copy_from(self, source: int, dst: torch.Tensor, offset: int) -> None:
-        """Copy from byte ``offset`` of the memory of rank ``source`` into ``dst``. After a failed
-        wait the contents of ``dst`` must not be used."""
+        """Copy from byte ``offset`` of the memory of rank ``source`` into ``dst``. The contents of
+        ``dst`` are invalid after a failed wait."""
         self._check_peer(source)
         nbytes = self._check(dst, offset)
         if self.in_place is None:
@@ -150,20 +153,20 @@ class CopyCall:
         return device_and_stream(self._device)[1]
 
     def _check(self, tensor: torch.Tensor, offset: int) -> int:
-        """Return the size of the tensor in bytes; raises if it does not fit at ``offset``."""
+        """Return the size of the tensor in bytes. Raises ``ValueError`` if it does not fit."""
         check_contiguous(self._device, tensor=tensor)
         nbytes = tensor.numel() * tensor.element_size()
-        held = 2 * self._space.buffer_bytes if self.in_place is None else self.in_place.nbytes
-        if offset < 0 or offset + nbytes > held:
+        capacity = 2 * self._space.buffer_bytes if self.in_place is None else self.in_place.nbytes
+        if offset < 0 or offset + nbytes > capacity:
             raise ValueError(
-                f"bytes [{offset}, +{nbytes}) are out of range; each rank has {held} bytes"
+                f"bytes [{offset}, +{nbytes}) are out of range; each rank has {capacity} bytes"
             )
         return nbytes
 
-    def _check_word(self, index: int) -> None:
-        """Refuse the first word and the one after ``last_word``, which the call itself needs."""
-        if not 1 <= index <= self.last_word:
-            raise ValueError(f"signal index is {index}; it must be 1 to {self.last_word}")
+    def _check_signal(self, index: int) -> None:
+        """Check a signal index. The call reserves the first and the last signal."""
+        if not 1 <= index <= self.last_signal:
+            raise ValueError(f"signal index is {index}; it must be 1 to {self.last_signal}")
 
     def _check_peer(self, rank: int) -> None:
         if not 0 <= rank < self._space.world or rank == self._space.rank:

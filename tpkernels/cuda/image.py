@@ -1,10 +1,10 @@
-"""Where the compiled kernels come from: the fat binary in the extension, if it was built with nvcc.
-Otherwise NVRTC compiles the same sources once per architecture; CuPy finds and calls it.
+"""Load the compiled kernels: the fat binary in the extension, if it was built with nvcc. Otherwise
+NVRTC, which CuPy locates and calls, compiles the same sources once per architecture.
 
-The cubins from NVRTC are kept in ``$XDG_CACHE_HOME/tpkernels`` (``~/.cache/tpkernels``), under a
-name with the architecture and a hash of sources, options and NVRTC's version. A file there is used
-only if nobody else can have written it (`cache.read_trusted`) and its checksum is right. Losing it
-costs a compilation.
+NVRTC cubins are cached in ``$XDG_CACHE_HOME/tpkernels`` (``~/.cache/tpkernels``). The file name
+contains the architecture and a hash of the sources, the options and the NVRTC version. A file is
+used only if no untrusted user can have written it (`cache.read_trusted`) and its checksum is
+correct. A lost file costs one compilation.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from tpkernels.common.cache import cache_folder, read_trusted, replace_file
 from tpkernels.errors import CaptureError
 from tpkernels.symm import streams
 
-# NVRTC takes lambdas of kernels for host functions otherwise.
+# Without --device-as-default-execution-space, NVRTC treats lambdas in kernels as host functions.
 _OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
-_MOST_BYTES = 64 << 20  # an image has less than 1 MiB
+_MAX_IMAGE_BYTES = 64 << 20  # an image is smaller than 1 MiB
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _INSTALL = "pip install 'tpkernels[cu13]' (or [cu12] for CUDA 12), or build with nvcc"
 
 
 @functools.cache
 def kernels(device: int) -> _C.cuda.Kernels:
-    """Return the kernels, loaded on a GPU.
+    """Return the kernels of a GPU, loaded at the first call.
 
     Raises:
-        NotImplementedError: there is no driver, no such GPU, or no image that it can run.
+        NotImplementedError: the driver, the GPU or a compatible image is missing.
         CaptureError: the kernels are not loaded yet and a graph is being captured.
     """
     if torch.cuda.is_available() and streams.is_captured(torch.device("cuda", device)):
@@ -47,16 +47,16 @@ def kernels(device: int) -> _C.cuda.Kernels:
     return _C.cuda.Kernels(device, None if _C.cuda.architectures() else nvrtc_image(capability))
 
 
-def launch(kernel: str, on: torch.device, *arguments: object, **shape: Any) -> None:
-    """Queue a kernel of csrc/cuda/kernels.h on torch's current stream of a GPU. ``shape``: its
-    ``blocks`` (1), the blocks of a ``cluster`` (1), whether it starts ``early``."""
-    index, stream = device_and_stream(on)
+def launch(kernel: str, device: torch.device, *arguments: object, **shape: Any) -> None:
+    """Queue a kernel of csrc/cuda/kernels.h on the current torch stream of a GPU. ``shape``:
+    ``blocks`` (default 1), blocks per ``cluster`` (default 1), ``early`` launch (default False)."""
+    index, stream = device_and_stream(device)
     kernels(index).launch(kernel, stream, *arguments, **shape)
 
 
 def device_and_stream(device: torch.device) -> tuple[int, int]:
-    """Return (index of the GPU, torch's current stream there). The tests' driver takes CPU
-    tensors."""
+    """Return (GPU index, current torch stream), or (0, 0) for a CPU device. Tests run the kernels
+    on CPU tensors, with an emulated driver."""
     if device.type != "cuda":
         return 0, 0
     stream = torch.cuda.current_stream(device)
@@ -64,7 +64,7 @@ def device_and_stream(device: torch.device) -> tuple[int, int]:
 
 
 def image_status() -> str:
-    """Describe the image that is used, embedded or compiled by NVRTC, or say why there is none."""
+    """Describe the kernel image: embedded, compiled by NVRTC, or the reason why it is missing."""
     if embedded := _C.cuda.architectures():
         return f"embedded: {embedded}"
     try:
@@ -75,7 +75,7 @@ def image_status() -> str:
 
 
 def unsupported(device: torch.device) -> str | None:
-    """Return why the kernels cannot run on a GPU, or None if they are loaded."""
+    """Return the reason why the kernels cannot run on a GPU, or None if they are loaded."""
     try:
         kernels(device_and_stream(device)[0])
     except NotImplementedError as error:
@@ -84,8 +84,8 @@ def unsupported(device: torch.device) -> str | None:
 
 
 def available(device: torch.device) -> bool:
-    """Return whether the kernels can be launched on a GPU; loads them. False while a graph is
-    captured, if nothing has loaded them before."""
+    """Return whether the kernels can be launched on a GPU. Loads the kernels; during graph capture,
+    returns False if they are not loaded yet."""
     try:
         return _loads(device_and_stream(device)[0])
     except CaptureError:
@@ -102,7 +102,8 @@ def _loads(device: int) -> bool:
 
 
 def driver_status() -> str:
-    """Return what the CUDA driver supports, or why it cannot be used."""
+    """Describe the CUDA driver (CUDA version, GPU architectures), or return the reason why it
+    cannot be used."""
     try:
         version = _C.cuda.driver_version()
         devices = range(_C.cuda.device_count())
@@ -113,10 +114,10 @@ def driver_status() -> str:
 
 
 def nvrtc_image(capability: int) -> bytes:
-    """Return a cubin for GPUs of a compute capability (90 for 9.0), from the cache or from NVRTC.
+    """Return a cubin for a compute capability (90 for 9.0), from the cache or from NVRTC.
 
     Raises:
-        NotImplementedError: CuPy or NVRTC is not installed, or does not know the architecture.
+        NotImplementedError: CuPy or NVRTC is missing or does not support the architecture.
     """
     nvrtc, _ = _nvrtc()
     options = (*_OPTIONS, f"--gpu-architecture=sm_{capability}")
@@ -131,10 +132,10 @@ def nvrtc_image(capability: int) -> bytes:
 
 
 def read_cached(path: Path) -> bytes | None:
-    """Return the image in a file, or None if the file is missing, unreadable or damaged, or if
-    another user could have written it."""
+    """Return the cached image, or None if the file is missing, unreadable, corrupt, or writable by
+    untrusted users."""
     try:
-        content = read_trusted(path, most=_MOST_BYTES)
+        content = read_trusted(path, max_bytes=_MAX_IMAGE_BYTES)
     except (OSError, ValueError):
         return None
     digest, image = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
@@ -142,13 +143,13 @@ def read_cached(path: Path) -> bytes | None:
 
 
 def write_cached(path: Path, image: bytes) -> None:
-    """Keep an image. If that fails, the next process compiles again."""
+    """Write an image to the cache. If this fails, the next process compiles again."""
     with contextlib.suppress(OSError):
         replace_file(path, hashlib.sha256(image).digest() + image)
 
 
 def _nvrtc() -> tuple[ModuleType, str]:
-    """Return CuPy's NVRTC module, and CuPy's version."""
+    """Return (NVRTC module of CuPy, CuPy version)."""
     try:
         import cupy
         from cupy.cuda import nvrtc
@@ -159,7 +160,7 @@ def _nvrtc() -> tuple[ModuleType, str]:
         ) from error
     try:
         nvrtc.getVersion()
-    except Exception as error:  # the class depends on CuPy's version
+    except Exception as error:  # the exception type depends on the CuPy version
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise NotImplementedError(
             f"CuPy {cupy.__version__} is installed, but NVRTC, the compiler that it needs, is not "
@@ -174,11 +175,11 @@ def _version(nvrtc: ModuleType) -> str:
 
 def _compile(nvrtc: ModuleType, options: tuple[str, ...]) -> bytes:
     *headers, (main, source) = _C.cuda.sources()
-    texts, names = [text.encode() for _, text in headers], [name.encode() for name, _ in headers]
-    program = nvrtc.createProgram(source, main, texts, names)
+    bodies, names = [body.encode() for _, body in headers], [name.encode() for name, _ in headers]
+    program = nvrtc.createProgram(source, main, bodies, names)
     try:
         nvrtc.compileProgram(program, options)
-        return bytes(nvrtc.getCUBIN(program)) + b"\0"  # CuPy strips the last byte, as from text
+        return bytes(nvrtc.getCUBIN(program)) + b"\0"  # CuPy strips the last byte, as for text
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program).strip() or "the compiler log is empty"
         raise NotImplementedError(

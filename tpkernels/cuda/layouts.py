@@ -1,7 +1,8 @@
-"""How calls are cut into blocks, and what they need of a workspace.
+"""Division of calls into blocks, and the workspace that they need.
 
-All ranks cut alike, because everything follows from the shapes and dtypes in a call's signature. A
-call by LL (csrc/cuda/ll.cuh) moves twice the bytes, but is one hop without a fence.
+All ranks compute the same layout, because it depends only on the shapes and dtypes in the call
+signature. LL (csrc/cuda/ll.cuh) sends twice the bytes, but data and signal arrive in one store,
+without a fence.
 """
 
 from __future__ import annotations
@@ -10,95 +11,101 @@ from dataclasses import dataclass
 
 from tpkernels.common.integers import ceil_div, round_up
 
-# Largest tensor that is gathered or scattered by LL, in bytes, counted over all ranks. NCCL's range
-# for LL, not measured over a link. Of all-reduces: planning/cost.py.
+# Max total bytes of an all-gather or reduce-scatter with LL. The value is the LL range of NCCL, not
+# measured over a link. The limit for all-reduces is in planning/cost.py.
 LL_BYTES = 128 << 10
-# Most blocks of a call: few, since blocks take SMs from a matmul. Elements of an all-reduce, and
-# bytes of a shard, for each. Not measured.
-MOST_BLOCKS, _REDUCE_SHARE, _SHARD_SHARE = 64, 4096, 8 << 10
+# Max blocks per call: few, because blocks occupy SMs that a matmul could use. All-reduce elements
+# and shard bytes per block. Not measured.
+MAX_BLOCKS, _REDUCE_ELEMENTS_PER_BLOCK, _SHARD_BYTES_PER_BLOCK = 64, 4096, 8 << 10
 _SLOT_ALIGNMENT = 256
 SEGMENT_UNIT = 64  # elements; csrc/cuda/all_reduce.cuh
-LANE = 8  # elements that a thread sums at a time; csrc/cuda/reduce.cuh
-PACK_BYTES = 16  # that a thread copies at a time; csrc/cuda/ll.cuh
-_LL_THREADS, _FIRST_WORD, _PACK_WORDS = 256, 2, 4  # csrc/cuda/ll.cuh
+VECTOR = 8  # elements per thread and iteration of a sum; csrc/cuda/reduce.cuh
+PACK_BYTES = 16  # bytes per thread and iteration of a copy; csrc/cuda/ll.cuh
+_LL_THREADS, _FIRST_DATA_SIGNAL, _PACK_SIGNALS = 256, 2, 4  # csrc/cuda/ll.cuh
 
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """How a call is cut, and where it keeps its data in a buffer."""
+    """Block count of a call, and the layout of its signals and buffer."""
 
     blocks: int
-    words: int  # from each source
-    segment: int = 0  # elements that a rank reduces
+    signals: int  # per source rank
+    segment: int = 0  # elements reduced per rank
     slot_bytes: int = 0
-    results_at: int = 0
+    results_offset: int = 0
     nbytes: int = 0
 
 
-def ll_words(*nbytes: int) -> int:
-    """Return the words from each source, for at most so many bytes from one rank to another, in
-    each hop."""
-    return _FIRST_WORD + _PACK_WORDS * sum(ceil_div(size, PACK_BYTES) for size in nbytes)
+def ll_signals(*nbytes: int) -> int:
+    """Return the number of LL signals per source rank. ``nbytes``: max bytes that a rank sends to a
+    peer, per shot."""
+    return _FIRST_DATA_SIGNAL + _PACK_SIGNALS * sum(ceil_div(size, PACK_BYTES) for size in nbytes)
 
 
-def _ll_blocks(nbytes: int, lane_bytes: int) -> int:
-    """Return the blocks where any rank sends another at most so many bytes, and a thread takes
-    ``lane_bytes`` at a time."""
-    return min(MOST_BLOCKS, max(1, ceil_div(nbytes, _LL_THREADS * lane_bytes)))
+def _ll_blocks(nbytes: int, vector_bytes: int) -> int:
+    """Return the number of blocks of a call with LL.
+
+    Args:
+        nbytes: max bytes from a rank to a peer.
+        vector_bytes: bytes per thread and iteration.
+    """
+    return min(MAX_BLOCKS, max(1, ceil_div(nbytes, _LL_THREADS * vector_bytes)))
 
 
 def all_reduce_layout(
     variant: str, count: int, world: int, x_bytes: int, out_bytes: int
 ) -> BufferLayout:
-    """Return the layout for ``count`` elements of ``x_bytes`` each, which become ``out_bytes``
-    each."""
+    """Return the layout of an all-reduce of ``count`` elements. ``x_bytes`` and ``out_bytes`` are
+    the input and output bytes per element."""
     segment = count if variant == "ll" else round_up(ceil_div(count, world), SEGMENT_UNIT)
     nbytes = segment * x_bytes
     if variant == "ll":
-        return BufferLayout(_ll_blocks(nbytes, LANE * x_bytes), ll_words(nbytes), segment)
+        return BufferLayout(_ll_blocks(nbytes, VECTOR * x_bytes), ll_signals(nbytes), segment)
     if variant == "ll_two_shot":
-        words = ll_words(nbytes, segment * out_bytes)
-        return BufferLayout(_ll_blocks(nbytes, LANE * x_bytes), words, segment)
-    blocks = min(MOST_BLOCKS, max(1, ceil_div(count, _REDUCE_SHARE)))
-    return _in_two_hops(blocks, segment, nbytes, world, count * out_bytes)
+        signals = ll_signals(nbytes, segment * out_bytes)
+        return BufferLayout(_ll_blocks(nbytes, VECTOR * x_bytes), signals, segment)
+    blocks = min(MAX_BLOCKS, max(1, ceil_div(count, _REDUCE_ELEMENTS_PER_BLOCK)))
+    return _two_shot_layout(blocks, segment, nbytes, world, count * out_bytes)
 
 
-def _in_two_hops(blocks: int, segment: int, slot: int, world: int, results: int) -> BufferLayout:
-    """Return the layout of a call whose results lie behind slots of so many bytes for partials."""
-    slot, results = (round_up(nbytes, _SLOT_ALIGNMENT) for nbytes in (slot, results))
+def _two_shot_layout(
+    blocks: int, segment: int, slot_bytes: int, world: int, results_bytes: int
+) -> BufferLayout:
+    """Return the layout of a two-shot call: slots for the partials, followed by the results."""
+    slot, results = (round_up(nbytes, _SLOT_ALIGNMENT) for nbytes in (slot_bytes, results_bytes))
     return BufferLayout(blocks, 1 + 2 * blocks, segment, slot, world * slot, world * slot + results)
 
 
 def rows_layout(
     variant: str, rows: int, columns: int, world: int, x_bytes: int, cluster: int
 ) -> BufferLayout:
-    """Return the same for an all-reduce of whole rows, each normalised by ``cluster`` blocks."""
+    """Return the layout of an all-reduce with RMSNorm, in which ``cluster`` blocks share a row."""
     segment_rows = rows if variant == "ll" else ceil_div(rows, world)
     segment = segment_rows * columns
-    by_ll = variant in ("ll", "ll_two_shot")
-    clusters = rows if by_ll else segment_rows
-    blocks = cluster * max(1, min(MOST_BLOCKS // cluster, clusters))
-    if by_ll:
-        hops = 1 if variant == "ll" else 2
-        return BufferLayout(blocks, ll_words(*[segment * x_bytes] * hops), segment)
+    uses_ll = variant in ("ll", "ll_two_shot")
+    clusters = rows if uses_ll else segment_rows
+    blocks = cluster * max(1, min(MAX_BLOCKS // cluster, clusters))
+    if uses_ll:
+        shots = 1 if variant == "ll" else 2
+        return BufferLayout(blocks, ll_signals(*[segment * x_bytes] * shots), segment)
     nbytes = rows * columns * x_bytes
-    return _in_two_hops(blocks, segment, segment * x_bytes, world, nbytes)
+    return _two_shot_layout(blocks, segment, segment * x_bytes, world, nbytes)
 
 
 def routed_layout(tokens: int, k: int, row: int, itemsize: int, combines: bool) -> BufferLayout:
-    """Return the layout for rows of at most so many tokens of a rank, each with ``k`` routes. A
-    block has some columns of all rows."""
+    """Return the layout of an MoE dispatch or combine with at most ``tokens`` tokens per rank and
+    ``k`` assignments per token. Each block processes some columns of all rows."""
     nbytes = tokens * row * itemsize
-    units, shares = ceil_div(row, SEGMENT_UNIT), ceil_div(k * nbytes, _SHARD_SHARE)
-    blocks = max(1, min(MOST_BLOCKS, units, shares))
+    units, max_blocks = ceil_div(row, SEGMENT_UNIT), ceil_div(k * nbytes, _SHARD_BYTES_PER_BLOCK)
+    blocks = max(1, min(MAX_BLOCKS, units, max_blocks))
     return BufferLayout(blocks, 1 + blocks, nbytes=nbytes * (k if combines else 1))
 
 
-def shards_layout(variant: str, shard_bytes: int, world: int, lane_bytes: int) -> BufferLayout:
-    """Return the layout for shards of at most so many bytes; ``lane_bytes``: what a thread takes at
-    a time by LL."""
+def shards_layout(variant: str, shard_bytes: int, world: int, vector_bytes: int) -> BufferLayout:
+    """Return the layout for shards of at most ``shard_bytes``. ``vector_bytes``: bytes per thread
+    and iteration in LL."""
     if variant == "ll":
-        return BufferLayout(_ll_blocks(shard_bytes, lane_bytes), ll_words(shard_bytes))
-    blocks = min(MOST_BLOCKS, max(1, ceil_div(shard_bytes, _SHARD_SHARE)))
+        return BufferLayout(_ll_blocks(shard_bytes, vector_bytes), ll_signals(shard_bytes))
+    blocks = min(MAX_BLOCKS, max(1, ceil_div(shard_bytes, _SHARD_BYTES_PER_BLOCK)))
     slot = round_up(shard_bytes, _SLOT_ALIGNMENT)
     return BufferLayout(blocks, 1 + blocks, slot_bytes=slot, nbytes=world * slot)

@@ -1,4 +1,4 @@
-"""Check the tensors of a call, and give the extension its form of arguments."""
+"""Check the tensors of a call, and convert arguments for the extension."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_contiguous(device: torch.device, **tensors: torch.Tensor | None) -> None:
-    """Raise ``ValueError`` for a tensor that is on another device or not contiguous."""
+    """Raise ``ValueError`` if a tensor is on a different device or not contiguous."""
     for label, tensor in tensors.items():
         if tensor is not None and tensor.device != device:
             raise ValueError(f"{label} is on {tensor.device}; it must be on {device}")
@@ -23,9 +23,9 @@ def check_contiguous(device: torch.device, **tensors: torch.Tensor | None) -> No
             )
 
 
-def check_summed(device: torch.device, **tensors: torch.Tensor | None) -> None:
-    """Check that tensors are contiguous, and raise ``NotImplementedError`` for a dtype that the
-    kernels cannot sum."""
+def check_summable(device: torch.device, **tensors: torch.Tensor | None) -> None:
+    """Check that tensors are contiguous. Raise ``NotImplementedError`` if the kernels cannot sum
+    their dtype."""
     check_contiguous(device, **tensors)
     for label, tensor in tensors.items():
         if tensor is not None and tensor.dtype not in DTYPES:
@@ -33,41 +33,45 @@ def check_summed(device: torch.device, **tensors: torch.Tensor | None) -> None:
             raise NotImplementedError(f"{label} is {name(tensor.dtype)}; supported: {allowed}")
 
 
-def check_alike(dtype: bool, **tensors: torch.Tensor | None) -> None:
-    """Raise ``ValueError`` unless all tensors have the first one's shape and, if ``dtype``, its
-    dtype."""
+def check_matching(dtype: bool, **tensors: torch.Tensor | None) -> None:
+    """Raise ``ValueError`` unless all tensors have equal shapes and, if ``dtype``, equal dtypes."""
     present = [(label, tensor) for label, tensor in tensors.items() if tensor is not None]
-    first, model = present[0]
+    first, reference = present[0]
     for label, tensor in present:
-        if tensor.shape != model.shape or (dtype and tensor.dtype != model.dtype):
+        if tensor.shape != reference.shape or (dtype and tensor.dtype != reference.dtype):
             raise ValueError(
                 f"{label} is {list(tensor.shape)} {name(tensor.dtype)} but {first} is "
-                f"{list(model.shape)} {name(model.dtype)}; they must match"
+                f"{list(reference.shape)} {name(reference.dtype)}; they must match"
             )
 
 
 def check_bias(bias: torch.Tensor | None, cols: int | None = None) -> None:
-    """Raise ``ValueError`` unless bias is [cols], of any length by default."""
+    """Raise ``ValueError`` unless bias is [cols]. By default, any length is accepted."""
     if bias is not None and (bias.dim() != 1 or cols not in (None, bias.shape[0])):
         needed = "cols" if cols is None else cols
         raise ValueError(f"bias has shape {list(bias.shape)}; it must be [{needed}]")
 
 
-def check_room(
-    space: DeviceWorkspace, device: torch.device, world: int, words: int, buffer_bytes: int
+def check_capacity(
+    space: DeviceWorkspace, device: torch.device, world: int, signals: int, buffer_bytes: int
 ) -> None:
-    """Raise ``ValueError`` unless a call that was prepared on a device for ``world`` ranks, and
-    needs that much, fits the workspace."""
+    """Raise ``ValueError`` unless a call with these requirements fits the workspace.
+
+    Args:
+        device, world: device and number of ranks that the call was prepared for.
+        signals: required signals per source rank.
+        buffer_bytes: required bytes per buffer.
+    """
     if (device, world) != (space.regions.device, space.world):
         raise ValueError(
             f"rank {space.rank}: the call was prepared for {world} ranks on {device}, but the "
             f"workspace has {space.world} ranks on {space.regions.device}; prepare the call for "
             "these"
         )
-    if not space.holds(words, buffer_bytes):
+    if not space.holds(signals, buffer_bytes):
         raise ValueError(
-            f"the workspace has {space.words} signals per source rank and buffers of "
-            f"{space.buffer_bytes} bytes, but this call needs {words} signals and {buffer_bytes} "
+            f"the workspace has {space.signals} signals per source rank and buffers of "
+            f"{space.buffer_bytes} bytes, but this call needs {signals} signals and {buffer_bytes} "
             "bytes"
         )
 
@@ -77,18 +81,18 @@ def epilogue(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> _C.cuda.Epilogue:
-    """Return the extension's form of an epilogue."""
-    of_bias = (0, 1, 0)
+    """Return the epilogue argument of a kernel."""
+    bias_args = (0, 1, 0)
     if bias is not None:
-        of_bias = bias.data_ptr(), max(bias.numel(), 1), CODES[bias.dtype]
-    of_residual = (0, 0)
+        bias_args = bias.data_ptr(), max(bias.numel(), 1), CODES[bias.dtype]
+    residual_args = (0, 0)
     if residual is not None:
-        of_residual = residual.data_ptr(), CODES[residual.dtype]
-    return _C.cuda.Epilogue(CODES[out_dtype], *of_bias, *of_residual)
+        residual_args = residual.data_ptr(), CODES[residual.dtype]
+    return _C.cuda.Epilogue(CODES[out_dtype], *bias_args, *residual_args)
 
 
-def space_of(space: DeviceWorkspace, signature: int) -> _C.cuda.Space:
-    """Return what every kernel needs of a call, in the extension's form."""
+def kernel_space(space: DeviceWorkspace, signature: int) -> _C.cuda.Space:
+    """Return the workspace argument of a kernel, including the call signature."""
     return _C.cuda.Space(
         space.regions.data_ptr(),
         space.state.data_ptr(),
@@ -97,8 +101,8 @@ def space_of(space: DeviceWorkspace, signature: int) -> _C.cuda.Space:
         space.world,
         signature,
         space.timeout_ns,
-        space.words,
-        space.buffers_at,
+        space.signals,
+        space.buffers_offset,
         space.buffer_stride,
         space.seed,
         space.chaos,

@@ -1,7 +1,8 @@
 """Calls on CUDA tensors that only queue kernels and copies over symmetric memory.
 
-Sync: among the kernels as in kernels/sync.py. A thread watches the peers and ends the kernels'
-waits when one is lost. After a failure the results are NaN, and the group's next call raises.
+Sync: the kernels synchronize as described in kernels/sync.py. A thread watches the peers and ends
+the waits of the kernels if a peer is lost. After a failure the results are NaN, and the next call
+of the group raises.
 """
 
 from __future__ import annotations
@@ -13,76 +14,85 @@ import torch
 
 from tpkernels.groups.call import Call
 from tpkernels.symm.cuda import CudaWorkspace
-from tpkernels.symm.device import Prepared
+from tpkernels.symm.device import PreparedCall
 
-_MOST_BOUND = 64  # launches that are kept with a planned call
+_MAX_LAUNCHES = 64  # max cached launches per cached plan
 
 
 def queued(
-    call: Call, on: torch.device, words: int, buffer_bytes: int, sizes: tuple[int, ...] = ()
+    call: Call, device: torch.device, signals: int, buffer_bytes: int, sizes: tuple[int, ...] = ()
 ) -> CudaWorkspace:
-    """Return the workspace for a call whose work is only queued, to be entered around it. Its
-    ``current`` has so many words from each source and such buffers. ``sizes``: those whose `starts`
-    the kernels read.
+    """Return the workspace for a call that only queues work. Enter it as a context around the call.
+
+    Args:
+        signals: signals per source rank that ``current`` must have.
+        buffer_bytes: bytes per buffer that ``current`` must have.
+        sizes: segment sizes whose `starts` table the kernels read.
 
     Raises:
-        CaptureError: a graph is captured and the workspace lacks something.
-        WorkspaceMemoryError: on all ranks, if one has no memory for the workspace.
+        CaptureError: during graph capture, if the workspace would have to change.
+        WorkspaceMemoryError: on all ranks, if any rank lacks memory for the workspace.
     """
-    memory = call.workspace.cuda(on, words, buffer_bytes, call.plan.text)
-    if sizes:  # here, because in a capture this raises, which it must before anything is queued
-        memory.current.starts(sizes)
-    return memory
+    workspace = call.workspace.cuda(device, signals, buffer_bytes, call.plan.description)
+    if sizes:  # during capture this may raise, so it precedes all queued work
+        workspace.current.starts(sizes)
+    return workspace
 
 
-class _Bound(NamedTuple):
-    """A launch in a workspace."""
+class _BoundLaunch(NamedTuple):
+    """A launch that is bound to a workspace."""
 
-    state: object  # of the workspace's launch arguments
+    version: object  # version of the workspace launch arguments
     run: Callable[..., None]
 
 
 def queue(
     call: Call,
-    on: torch.device,
+    device: torch.device,
     key: Hashable,
-    prepare: Callable[[], Prepared],
+    prepare: Callable[[], PreparedCall],
     *tensors: Any,
-    first: Callable[[], object] = lambda: None,
+    prologue: Callable[[], object] = lambda: None,
 ) -> None:
-    """Launch what ``prepare`` returns, `bound`, for these tensors. ``first`` queues what must come
-    right before it, in the same turn."""
-    memory, run = bound(call, on, key, prepare)
-    with memory:
-        first()
+    """Launch the call returned by ``prepare`` with these tensors. ``prologue`` queues work directly
+    before the launch, under the same lock."""
+    workspace, run = bind_launch(call, device, key, prepare)
+    with workspace:
+        prologue()
         run(*tensors)
 
 
-def bound(
+def bind_launch(
     call: Call,
-    on: torch.device,
+    device: torch.device,
     key: Hashable,
-    prepare: Callable[[], Prepared],
+    prepare: Callable[[], PreparedCall],
     signature: int | None = None,
 ) -> tuple[CudaWorkspace, Callable[..., None]]:
-    """Return the workspace, to be entered around a call whose work is only queued, and the launch
-    of what ``prepare`` returns, bound to that workspace. It is kept for the calls with that key,
-    which have tensors alike, until the workspace or its arguments change.
+    """Return (workspace, launch) for the call returned by ``prepare``. Enter the workspace as a
+    context around the launch.
+
+    The launch is cached under ``key`` until the workspace or its arguments change. Calls with equal
+    keys must have tensors of equal shapes, strides, dtypes and alignments.
 
     Args:
-        signature: of the words that the launch awaits, if it is not the plan's; part of the key.
+        signature: signature of the awaited signals, if it differs from the signature of the plan.
+            It must be part of the key.
 
-    Raises what `queued` does.
+    Raises:
+        CaptureError, WorkspaceMemoryError: see `queued`.
     """
-    memory = call.workspace.on_gpus[on]
-    known: _Bound | None = call.kept.get(key)
-    if known is None or known.state is not memory.current.state_of_arguments:
-        needs = prepare()
-        space = queued(call, on, needs.words, needs.buffer_bytes, needs.sizes).current
+    workspace = call.workspace.cuda_workspaces[device]
+    cached: _BoundLaunch | None = call.cache.get(key)
+    if cached is None or cached.version is not workspace.current.arguments_version:
+        prepared = prepare()
+        space = queued(
+            call, device, prepared.signals, prepared.buffer_bytes, prepared.sizes
+        ).current
         if signature is None:
             signature = call.plan.signature
-        known = _Bound(space.state_of_arguments, needs.bind(space, signature))
-        if len(call.kept) >= _MOST_BOUND:
-            call.kept.clear()
-        call.kept[key] = known
-    return memory, known.run
+        cached = _BoundLaunch(space.arguments_version, prepared.bind(space, signature))
+        if len(call.cache) >= _MAX_LAUNCHES:
+            call.cache.clear()
+        call.cache[key] = cached
+    return workspace, cached.run

@@ -1,6 +1,6 @@
-"""The registry of groups by name, and the public functions that take a group.
+"""The registry of groups by name, and public functions with a ``group`` argument.
 
-`_groups`, `_inherited` and `_in_order` are the only module state here that changes.
+`_groups`, `_inherited` and `_checked_dims` are the mutable state of this module.
 """
 
 from __future__ import annotations
@@ -19,49 +19,49 @@ import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpkernels.errors import HARMLESS, TpkernelsError
+from tpkernels.errors import RECOVERABLE, TpkernelsError
 from tpkernels.groups.group import Group
 from tpkernels.planning.table import Table
 from tpkernels.torch_private import (
     REGISTERED_GROUPS,
     assume_constant_result,
     flattened_mesh,
-    group_made_for,
+    original_mesh_group,
     resolve_process_group,
 )
 
 GroupLike: TypeAlias = str | dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str]
 
 _groups: dict[str, Group] = {}
-_registry_lock = threading.RLock()  # a signal handler may need it where its thread has it
-# Process groups that were made before this process was forked off, and the process that made them.
+_registry_lock = threading.RLock()  # reentrant, for signal handlers
+# In a fork: process groups of the parent, with its process id.
 _inherited: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-# The dims of a mesh, as they were given, whose ranks have the order of their process groups.
-_in_order: weakref.WeakKeyDictionary[DeviceMesh, set[int | str | None]] = (
+# Per mesh, the dims (as passed) whose rank order was checked against their process groups.
+_checked_dims: weakref.WeakKeyDictionary[DeviceMesh, set[int | str | None]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def _forget(
-    group: Group, by: str = "the end of its process group", registry: dict[str, Group] = _groups
+def _unregister(
+    group: Group, cause: str = "the end of its process group", registry: dict[str, Group] = _groups
 ) -> None:
     """Unregister a group and close it. ``registry`` is an argument because this may run at
-    interpreter shutdown, when module globals are gone."""
+    interpreter shutdown, after module globals were deleted."""
     if registry.get(group.name) is group:
         registry.pop(group.name, None)
-        group.retire()
-        group.close(by)
+        group.unregister()
+        group.close(cause)
 
 
 def _after_fork() -> None:
-    """Disown the parent's groups, in the child of a fork."""
-    # As the standard library's modules do: a thread that was not copied may hold it.
+    """Disown the groups of the parent, in the child of a fork."""
+    # The holder may be a thread that was not copied. Standard library modules do the same.
     _registry_lock._at_fork_reinit()  # type: ignore[attr-defined]
-    registered = [group._pg() for group in _groups.values()]  # also where torch has destroyed it
+    registered = [group._pg() for group in _groups.values()]  # includes groups that torch destroyed
     for pg in [*REGISTERED_GROUPS, *registered]:
         if pg is not None and pg not in _inherited:
             _inherited[pg] = os.getppid()
-            # Never freed: gloo's destructor would wait for the parent's threads, for ever.
+            # Never freed: the gloo destructor would wait forever for threads of the parent.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(pg))
     for group in list(_groups.values()):
         group.disown(os.getppid())
@@ -70,44 +70,48 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def name_of(group: GroupLike) -> str:
-    """Return the name of a process group, given as one, as a mesh dimension, or by name.
+def group_name(group: GroupLike) -> str:
+    """Return the name of a process group.
+
+    Args:
+        group: a ``ProcessGroup``, a one-dimensional ``DeviceMesh``, ``(mesh, dim)``, or a name.
 
     Raises:
-        TypeError: ``group`` is none of these.
-        ValueError: this rank is not in it, it was destroyed, or a mesh has several dims and none
-            was named.
-        NotImplementedError: the ranks along a mesh dim have another order than its process groups.
+        TypeError: ``group`` has a different type.
+        ValueError: this rank is not in the group, the group was destroyed, or the mesh has several
+            dims and no dim was selected.
+        NotImplementedError: the rank order along a mesh dim differs from the order in its process
+            group.
     """
-    given: object = group
-    if isinstance(given, str):
-        return given
-    if isinstance(given, dist.ProcessGroup):
-        if is_dynamo_compiling() or given in REGISTERED_GROUPS:
-            return given.group_name
-        return _name_of_present(given)
-    if isinstance(given, DeviceMesh):
-        if given.ndim != 1:
+    value: object = group
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dist.ProcessGroup):
+        if is_dynamo_compiling() or value in REGISTERED_GROUPS:
+            return value.group_name
+        return _existing_group_name(value)
+    if isinstance(value, DeviceMesh):
+        if value.ndim != 1:
             raise ValueError(
-                f"group is a mesh with {given.ndim} dims {given.mesh_dim_names or ''}; pass "
+                f"group is a mesh with {value.ndim} dims {value.mesh_dim_names or ''}; pass "
                 "(mesh, dim) to select one of them"
             )
-        return _name_of_present(_group_of_mesh(given, None))
-    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], DeviceMesh):
-        return _name_of_present(_group_of_mesh(*given))
-    if given is dist.GroupMember.NON_GROUP_MEMBER:
+        return _existing_group_name(_get_mesh_group(value, None))
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], DeviceMesh):
+        return _existing_group_name(_get_mesh_group(*value))
+    if value is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"global rank {dist.get_rank()} is not in this group")
     raise TypeError(
         "group must be a ProcessGroup, a DeviceMesh, (DeviceMesh, dim) or the name of a group, "
-        f"not {type(given).__name__}"
+        f"not {type(value).__name__}"
     )
 
 
-def _name_of_present(pg: dist.ProcessGroup) -> str:
-    """Return the name of a process group. Raise ``ValueError`` if it was destroyed: a later group
-    may have its name now."""
+def _existing_group_name(pg: dist.ProcessGroup) -> str:
+    """Return the name of a process group. Raise ``ValueError`` if it was destroyed, because a later
+    group may have the same name."""
     name: str = pg.group_name
-    if is_dynamo_compiling() or pg in REGISTERED_GROUPS or _resolved(name) is pg:
+    if is_dynamo_compiling() or pg in REGISTERED_GROUPS or _resolve_or_none(name) is pg:
         return name
     raise ValueError(
         f"process group '{name}' was destroyed on this rank; pass a group that was created after "
@@ -115,28 +119,31 @@ def _name_of_present(pg: dist.ProcessGroup) -> str:
     )
 
 
-def _group_of_mesh(mesh: DeviceMesh, dim: int | str | None) -> dist.ProcessGroup:
+def _get_mesh_group(mesh: DeviceMesh, dim: int | str | None) -> dist.ProcessGroup:
     """Return the process group that a mesh dim was created with. ``get_group`` looks it up by name
-    and may return a later group of that name."""
-    found = mesh.get_group(dim)
+    and may return a later group with the same name."""
+    pg = mesh.get_group(dim)
     _check_order(mesh, dim)
-    return found if is_dynamo_compiling() else group_made_for(mesh, found)
+    return pg if is_dynamo_compiling() else original_mesh_group(mesh, pg)
 
 
 @assume_constant_result
 def _check_order(mesh: DeviceMesh, dim: int | str | None) -> None:
-    """Raise ``NotImplementedError``, on all ranks of the mesh alike, if its ranks along a dim have
-    another order than their process group, in which the ops gather and scatter."""
-    checked = _in_order.setdefault(mesh, set())
+    """Raise ``NotImplementedError``, on all ranks of the mesh, if the rank order along a dim
+    differs from the process group. The ops gather and scatter in the order of the process group."""
+    checked = _checked_dims.setdefault(mesh, set())
     if dim in checked:
         return
-    names, own = mesh.mesh_dim_names or (), dist.get_process_group_ranks(mesh.get_group(dim))
+    names, group_ranks = (
+        mesh.mesh_dim_names or (),
+        dist.get_process_group_ranks(mesh.get_group(dim)),
+    )
     if isinstance(dim, str) and dim not in names:
         mesh, number = flattened_mesh(mesh, dim), 0
     else:
         number = names.index(dim) if isinstance(dim, str) else dim or 0
-    for line in mesh.mesh.movedim(number, -1).reshape(-1, len(own)).tolist():
-        order = own if set(line) == set(own) else sorted(line)
+    for line in mesh.mesh.movedim(number, -1).reshape(-1, len(group_ranks)).tolist():
+        order = group_ranks if set(line) == set(group_ranks) else sorted(line)
         if line != order:
             raise NotImplementedError(
                 f"mesh dim {dim or number!r} has ranks {line}, but the order in their process "
@@ -146,8 +153,8 @@ def _check_order(mesh: DeviceMesh, dim: int | str | None) -> None:
     checked.add(dim)
 
 
-def _resolved(name: str) -> dist.ProcessGroup | None:
-    """Return the process group that has a name now."""
+def _resolve_or_none(name: str) -> dist.ProcessGroup | None:
+    """Return the current process group of that name, or None."""
     try:
         return resolve_process_group(name)
     except Exception:
@@ -155,10 +162,10 @@ def _resolved(name: str) -> dist.ProcessGroup | None:
 
 
 def get(name: str) -> Group:
-    """Return the group of that name.
+    """Return the group of that name. Creates it at the first use.
 
     Raises:
-        ValueError: there is none on this rank.
+        ValueError: this rank has no process group of that name.
     """
     try:
         pg = resolve_process_group(name)
@@ -172,19 +179,19 @@ def get(name: str) -> Group:
         with _registry_lock:
             group = _groups.get(name)
             if group is not None and group.pg is not pg:
-                _forget(group)
+                _unregister(group)
                 group = None
             if group is None:
-                group = Group(pg, _forget)
+                group = Group(pg, _unregister)
                 if pg in _inherited:
                     group.disown(_inherited[pg])
-                group = _groups.setdefault(name, group)  # a signal handler may have been first
-                group.admit(name, weakref.ref(pg))
+                group = _groups.setdefault(name, group)  # a signal handler may have set it
+                group.register_group(name, weakref.ref(pg))
     return group
 
 
-def known_times(device: str) -> dict[str, Table]:
-    """Return the measured times that groups have for a device type, by the group's name."""
+def timing_tables(device: str) -> dict[str, Table]:
+    """Return the timing tables for a device type by group name."""
     return {
         name: group.measured.tables[device]
         for name, group in list(_groups.items())
@@ -193,7 +200,7 @@ def known_times(device: str) -> dict[str, Table]:
 
 
 def ranks_and_sizes() -> list[tuple[str, int, int]]:
-    """Return the groups that the ops have used, each with this rank and the number of ranks."""
+    """Return (name, rank, world size) of each group that the ops have used."""
     return sorted((name, group.rank, group.world) for name, group in list(_groups.items()))
 
 
@@ -204,8 +211,9 @@ def autotuned_groups() -> list[str]:
     )
 
 
-# Errors that an op raises before anything is sent, from its own checks or torch's. Signal handlers
-# may raise these too: within a call, and while waiting, any error breaks the group.
+# Errors of argument checks, in the ops or in torch. They are raised before a rank sends data, so
+# they do not break the group. If a signal handler raises one during a call or a wait, the group is
+# broken there.
 _RAISED_BEFORE_SENDING = (
     ValueError,
     TypeError,
@@ -218,26 +226,26 @@ _RAISED_BEFORE_SENDING = (
 
 
 def break_if_interrupted(group: GroupLike | None, error: BaseException) -> None:
-    """Break the group if an op was interrupted, that is, ended by an error that can come at any
-    time, such as Ctrl-C. This rank may not have made the call; if it has, it still lacks the
-    result. `csrc/calls/kernel.h` calls this, too."""
-    # Activation checkpointing ends a recomputation by an error of its own, behind the last call.
+    """Break the group if an asynchronous error such as Ctrl-C interrupted an op. This rank then has
+    either not run the call or lost its result. Also called from `csrc/calls/kernel.h`."""
+    # Activation checkpointing ends a recomputation with a private error after the last call.
     recomputed = type(error).__module__ == "torch.utils.checkpoint"
     if group is not None and not recomputed and not isinstance(error, _RAISED_BEFORE_SENDING):
         with contextlib.suppress(Exception):
-            get(name_of(group)).break_between_calls(error)
+            get(group_name(group)).break_between_calls(error)
 
 
 def break_on_error(name: str | None, error: BaseException) -> None:
-    """Break the named group, and tell its peers, because this rank met an error before or between
-    calls and is out of step. Not for the errors of a call, which has seen to that."""
-    if name is not None and not isinstance(error, (TpkernelsError, *HARMLESS)):
+    """Break the named group and notify the peers, because an error before or between calls left
+    this rank out of step. Does nothing for a ``TpkernelsError``, because the group is broken
+    already, and for `RECOVERABLE` errors."""
+    if name is not None and not isinstance(error, (TpkernelsError, *RECOVERABLE)):
         get(name).break_between_calls(error)
 
 
 @contextlib.contextmanager
 def breaking_on_error(name: str | None) -> Iterator[None]:
-    """Do what `break_on_error` says if the block raises."""
+    """Call `break_on_error` if the block raises."""
     try:
         yield
     except BaseException as error:
@@ -245,8 +253,8 @@ def breaking_on_error(name: str | None) -> Iterator[None]:
         raise
 
 
-def named_or_default(group: GroupLike | None) -> Group:
-    """Return the group; None: that of the default process group."""
+def get_or_default(group: GroupLike | None) -> Group:
+    """Return the group, or the group of the default process group for None."""
     if group is None:
         if not dist.is_initialized():
             raise ValueError(
@@ -255,28 +263,28 @@ def named_or_default(group: GroupLike | None) -> Group:
             )
         group = dist.group.WORLD
         assert group is not None  # for the type checker: initialised above
-    return get(name_of(group))
+    return get(group_name(group))
 
 
 def check(group: GroupLike | None = None) -> None:
-    """Raise the error if a group has failed. Not collective: it sends nothing.
+    """Raise the error if a group has failed. Not collective: no data is sent.
 
-    On GPUs a call only queues its work, and a failure there turns the results into NaN. The next
-    call of the group raises it; this function does so before the optimizer steps with them. It
-    waits until the queued calls of the group have run, as ``torch.cuda.synchronize`` would, so
-    call it once a step and not after every op. Replays of a graph are not waited for: synchronise
-    their stream first. While a graph is captured nothing is waited for.
+    On GPUs a call only queues its work. If a kernel fails, it fills the results with NaN, and the
+    next call of the group raises the error. Call this function before an optimizer step to raise
+    the error earlier. It waits until the queued calls of the group have run, as
+    ``torch.cuda.synchronize`` would, so call it once per step and not after every op. It does not
+    wait for graph replays: synchronise their stream first. During a graph capture it does not wait.
 
     Args:
-        group: the process group; None for the default one.
+        group: the process group; None for the default process group.
 
     Raises:
         CollectiveTimeoutError, CollectiveMismatchError: a kernel on a GPU failed.
-        PeerLostError: a peer's process has ended, or it left a call. Between ranks that share no
-            memory, calls find this, not this function.
-        GroupBrokenError: the group has failed before.
+        PeerLostError: the process of a peer ended, or a peer left a call. If the ranks do not share
+            memory, only calls detect this.
+        GroupBrokenError: the group failed before.
     """
-    named_or_default(group).check()
+    get_or_default(group).check()
 
 
 def empty(
@@ -285,59 +293,66 @@ def empty(
     group: GroupLike,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """Make a symmetric tensor, filled with zeros, in memory that all ranks of ``group`` map.
+    """Create a zero-filled symmetric tensor in memory that all ranks of ``group`` map. Collective.
 
-    An op that finds its input in one skips the copy into its workspace: peers read it in place, and
-    the op returns when they have. Collective: all ranks give the same shape and dtype, and keep the
-    tensor while any rank passes its own to an op.
+    An op with a symmetric input skips the copy into its workspace. Peers read the input in place,
+    and the op returns after they have read it. Keep the tensor while any rank passes its symmetric
+    tensor to an op.
 
-    On a GPU (``device="cuda"``) an ``all_gather_matmul`` finds it where copy engines move the
-    input: by `pipelined`, and by `fused` for large shards. Either all ranks pass the same whole
-    tensor or none passes one; otherwise a ``CollectiveMismatchError`` is raised. A part of one
-    counts as an ordinary tensor and is copied.
+    On a GPU (``device="cuda"``) only ``all_gather_matmul`` uses it, in the variants with copy
+    engines: `pipelined`, and `fused` for large shards. Either all ranks pass the same full
+    symmetric tensor, or no rank passes one; otherwise a ``CollectiveMismatchError`` is raised. A
+    slice of one is copied like an ordinary tensor.
+
+    Args:
+        shape: sizes of the dims, identical on all ranks.
+        dtype: dtype of the elements, identical on all ranks.
+        group: the process group.
+        device: "cpu" or "cuda".
 
     Raises:
-        NotImplementedError: the ranks, or their GPUs, share no memory.
-        CaptureError: on a GPU, in a capture.
+        NotImplementedError: the ranks, or their GPUs, do not share memory.
+        CaptureError: called on a GPU during a graph capture.
         CollectiveMismatchError, CollectiveTimeoutError, PeerLostError, MemoryError.
     """
     if any(size < 0 for size in shape):
         raise ValueError(f"shape {list(shape)} has a negative size")
-    on = torch.device(device)
-    if on.type not in ("cpu", "cuda"):
-        raise NotImplementedError(f"device is {on}; a symmetric tensor can be on cpu or cuda")
-    ready = get(name_of(group)).ready(on.type)
-    tensor = ready.make_symmetric(tuple(shape), dtype, None if on.type == "cpu" else on)
+    target = torch.device(device)
+    if target.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"device is {target}; a symmetric tensor can be on cpu or cuda")
+    ready = get(group_name(group)).ready(target.type)
+    tensor = ready.make_symmetric(tuple(shape), dtype, None if target.type == "cpu" else target)
     ready.warn()
     return tensor
 
 
 def finalize() -> None:
-    """Free the workspaces of all groups, waiting for calls that other threads have under way. Also
-    happens when the process ends. Kernels that are queued on GPUs have 5 s to end, then they stop
-    waiting for peers. Memory that a captured graph uses is kept.
+    """Free the workspaces of all groups. Waits for running calls of other threads.
+
+    Queued GPU kernels get 5 s to complete. After that they stop waiting for peers. Memory in use by
+    a captured graph is not freed. The workspaces are also freed when the process ends.
 
     Raises:
-        RuntimeError: it is called within a call, by a signal handler.
+        RuntimeError: a signal handler calls this function during a call.
     """
-    present = list(_groups.values())
-    for group in present:
+    all_groups = list(_groups.values())
+    for group in all_groups:
         if group.within_call():
             raise RuntimeError(
                 f"group '{group.name}' is in a call on this thread; a signal handler or callback "
                 "cannot call tpkernels.finalize during a call"
             )
-    # No lock of the registry is held meanwhile: a signal handler may call this, too. An interrupt
-    # leaves the groups that remain as they were.
-    for group in present:
+    # The registry lock is not held, because a signal handler may call this function. After an
+    # interrupt the remaining groups are unchanged.
+    for group in all_groups:
         with group.lock:
-            _forget(group, by="tpkernels.finalize")
+            _unregister(group, cause="tpkernels.finalize")
 
 
 def _at_exit(registry: dict[str, Group] = _groups) -> None:
-    """Release waiting kernels and unregister all groups, without closing them: the system frees the
-    memory, and the process's end tells the peers. Otherwise the groups would be destroyed during
-    interpreter shutdown, when module globals are gone."""
+    """Release waiting kernels and unregister all groups without closing them. The operating system
+    frees the memory, and peers detect the end of the process. Otherwise the groups would be
+    destroyed during interpreter shutdown, after module globals were deleted."""
     for group in list(registry.values()):
         group.leave()
     registry.clear()

@@ -1,4 +1,4 @@
-"""A checked and planned call on a group, ready to run any number of times."""
+"""A cached plan: a checked and planned call on a group that can run any number of times."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ from tpkernels.symm.node import Node
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What an algorithm gets besides tensors. ``function`` is its implementation of the op."""
+    """The arguments of an algorithm besides the tensors."""
 
     group: Group
     problem: Problem
     plan: Plan
-    function: Callable[..., Any]
-    generation: int  #: of the group's plans when it was planned
+    function: Callable[..., Any]  #: implementation of the op in the algorithm
+    generation: int  #: ``group.generation`` when the call was planned
 
     @functools.cached_property
-    def kept(self) -> dict[Hashable, Any]:
-        """Return what an algorithm derives from the call once."""
+    def cache(self) -> dict[Hashable, Any]:
+        """Return the cache for values that an algorithm computes once per call."""
         return {}
 
     @property
     def workspace(self) -> HostWorkspace:
-        assert self.group.workspace is not None  # else `choose` takes another algorithm
+        # Without shared memory, `choose` selects an algorithm that does not use this property.
+        assert self.group.workspace is not None
         return self.group.workspace
 
     @property
     def node(self) -> Node | None:
-        """Return the ranks of this host, if the call's algorithm goes through their memory."""
+        """Return the ranks of this host if the algorithm spans hosts, or None."""
         return self.group.node if ALGORITHMS[self.plan.algorithm].spans_hosts else None
 
     @functools.cached_property
     def peers_in_ring_order(self) -> tuple[int, ...]:
-        """Return the other ranks, from the next one on, so that they do not all start with the same
-        peer."""
+        """Return the peers in ring order, starting after this rank. Each rank then starts with a
+        different peer."""
         rank, world = self.group.rank, self.group.world
         return tuple((rank + i) % world for i in range(1, world))

@@ -1,5 +1,4 @@
-"""A process group as the ops see it: its ranks, the workspace that they share, whose turn it is,
-what its ranks have agreed on, and how it ends."""
+"""The state of a process group: ranks, shared workspace, lock, agreed settings, and failure."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from torch.distributed import constants
 
 from tpkernels import _C
 from tpkernels.common import defaults
-from tpkernels.common.text import named_values, of_error
+from tpkernels.common.text import describe_error, format_options
 from tpkernels.errors import (
     CaptureError,
     CollectiveMismatchError,
@@ -34,27 +33,27 @@ from tpkernels.planning import qualification, store
 from tpkernels.planning.machine import this_machine
 from tpkernels.planning.problem import ORDERED, VENDOR, Problem
 from tpkernels.planning.qualification import Qualification
-from tpkernels.planning.table import Series, Table, are_alike
+from tpkernels.planning.table import Series, Table, are_close
 from tpkernels.symm import streams
 from tpkernels.symm.colocation import probe_colocation
 from tpkernels.symm.exchange import Participant, Presence
 from tpkernels.symm.host import HostWorkspace
 from tpkernels.symm.node import Node, make_node
-from tpkernels.torch_private import backend_of, detect_fake_mode, timeout_of
+from tpkernels.torch_private import detect_fake_mode, get_backend, get_timeout
 
 _logger = logging.getLogger("tpkernels")
 TUNING_SECONDS = 5.0  # for one problem
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
-_NCCL = timedelta(minutes=10)  # torch's default, where this torch was built without NCCL
+_NCCL_TIMEOUT = timedelta(minutes=10)  # torch default; used if torch was built without NCCL
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Tune problems when they are first met; see ``tpkernels.autotune``.
+    """Settings for tuning problems at their first call; see ``tpkernels.autotune``.
 
     Attributes:
-        limit: seconds after which no further round of a problem starts.
+        limit: seconds per problem. No round starts after this limit.
         save: add the times to the file that `tpkernels tune` writes.
     """
 
@@ -62,122 +61,129 @@ class Tuning:
     save: bool = False
 
 
-_ON_QUALIFIED_GPUS = Tuning(limit=2.0)  # of the seconds of a model's first step, for each problem
+# A limit per problem that keeps the first step of a model short.
+_QUALIFIED_GPU_TUNING = Tuning(limit=2.0)
 
 
 def _failure_key(problem: Problem) -> tuple[Series | Problem, int]:
-    """Return what identifies a problem among those of which algorithms have failed."""
+    """Return the key of a problem in `Measured.failures`."""
     return problem.tuning_key or (problem, 0)
 
 
 @dataclass
 class Measured:
-    """The measurements and settings that calls are planned from, the same on all ranks."""
+    """The measurements and settings that calls are planned from. Identical on all ranks."""
 
-    tables: dict[str, Table] = field(default_factory=dict)  #: by device type; see `Group.tuned`
+    tables: dict[str, Table] = field(default_factory=dict)  #: by device; see `Group.timing_table`
     tuning: Tuning | None = None
-    #: The algorithms that failed when a problem was tuned, and why; empty if none did.
+    #: Per tuned problem, the algorithms that failed and the reasons. Empty if no algorithm failed.
     failures: dict[tuple[Series | Problem, int], dict[str, str]] = field(default_factory=dict)
 
-    def failures_of(self, problem: Problem) -> dict[str, str] | None:
-        """Return why each algorithm failed when this problem, or one of nearly the same extent, was
-        tuned, or when this one, which is never tuned, was called; None if none was."""
+    def find_failures(self, problem: Problem) -> dict[str, str] | None:
+        """Return the reason of failure by algorithm, or None if neither this problem nor a problem
+        of similar size was tuned. For problems that are never tuned, a failed call counts."""
         key = _failure_key(problem)
-        found = [
-            names
-            for (series, extent), names in self.failures.items()
-            if series == key[0] and are_alike(extent, key[1])
+        matches = [
+            reasons
+            for (series, extent), reasons in self.failures.items()
+            if series == key[0] and are_close(extent, key[1])
         ]
-        return {name: why for names in found for name, why in names.items()} if found else None
+        return (
+            {name: reason for reasons in matches for name, reason in reasons.items()}
+            if matches
+            else None
+        )
 
 
 @dataclass
 class CudaNumerics:
-    """How a group's reductions of CUDA tensors sum: as ``tpkernels.init`` was told, or by torch's
-    flag for deterministic algorithms, which may change between calls."""
+    """The numerics of CUDA reductions in a group: an argument of ``tpkernels.init``, or derived
+    from the torch flag for deterministic algorithms, which may change between calls."""
 
-    fixed: str | None = None
-    agreed: str | None = None  #: what all ranks wanted when they last agreed
+    fixed: str | None = None  #: the argument of ``tpkernels.init``
+    agreed: str | None = None  #: the numerics that all ranks last agreed on
 
     @property
-    def wanted(self) -> str:
-        """Return what this rank wants of the next call."""
+    def requested(self) -> str:
+        """Return the numerics that this rank requests for the next call."""
         return self.fixed or (ORDERED if torch.are_deterministic_algorithms_enabled() else VENDOR)
 
     @property
     def planned_for_flag(self) -> bool | None:
-        """Return the value of torch's deterministic flag for which planned calls are valid; None if
-        for both."""
+        """Return the value of the torch flag that planned calls are valid for. None if for both
+        values."""
         return None if self.fixed or self.agreed is None else self.agreed == ORDERED
 
     @property
     def changed(self) -> bool:
-        """Return whether calls have been planned that sum otherwise than this rank now wants."""
-        return self.agreed not in (None, self.wanted)
+        """Return whether cached plans use numerics that differ from the current request."""
+        return self.agreed not in (None, self.requested)
 
-    def settle(self, rank: int, everyone: Sequence[str]) -> None:
-        """Adopt the numerics that all ranks want. Raise ``ValueError``, on all ranks, if they
+    def adopt(self, rank: int, requests: Sequence[str]) -> None:
+        """Adopt the numerics that all ranks request. Raises ``ValueError`` on all ranks if they
         differ."""
-        wanted = everyone[rank]
-        for other, theirs in enumerate(everyone):
-            if theirs != wanted:
+        requested = requests[rank]
+        for other, value in enumerate(requests):
+            if value != requested:
                 raise ValueError(
-                    f"rank {rank} uses numerics '{wanted}' but rank {other} uses '{theirs}'; set "
+                    f"rank {rank} uses numerics '{requested}' but rank {other} uses '{value}'; set "
                     "torch.use_deterministic_algorithms to the same value on all ranks, or pass "
                     "numerics to tpkernels.init"
                 )
-        self.agreed = wanted
+        self.agreed = requested
 
 
-class Group(_C.calls.Turns):
+class Group(_C.calls.GroupCalls):
     """A process group with its workspace.
 
-    Who holds ``lock`` has the turn. ``in_call`` is set while the ranks do something together on
-    that thread. ``open`` says that calls can run; where it is false, `check_usable` says why.
+    Only the holder of ``lock`` may run a call. ``in_call`` is set while that thread runs a call or
+    another collective step. If ``open`` is false, calls are refused and `check_usable` raises the
+    reason.
     """
 
     def __init__(
-        self, pg: dist.ProcessGroup, forget: Callable[[Group], None], name: str | None = None
+        self, pg: dist.ProcessGroup, on_destroyed: Callable[[Group], None], name: str | None = None
     ) -> None:
         super().__init__()
         self.name: str = pg.group_name if name is None else name
-        # Not ours to keep alive: a destroyed process group takes its workspace with it.
-        self._pg = weakref.ref(pg, lambda _: forget(self))
+        # A weak reference: the workspace must be freed when the process group is destroyed.
+        self._pg = weakref.ref(pg, lambda _: on_destroyed(self))
         self.rank: int = pg.rank()
         self.world: int = pg.size()
         self.timeout = self.gpu_timeout = defaults.TIMEOUT
         self.workspace_bytes = defaults.WORKSPACE_BYTES
         self.workspace: HostWorkspace | None = None
-        self.why_not_shared: str | None = None  #: why the ranks share no memory
-        self.node: Node | None = None  #: if they do not, and the ranks of each host do
-        self.why_no_node: str | None = None  #: what `hierarchical` lacks
+        self.unshared_reason: str | None = None  #: None if all ranks share memory
+        self.node: Node | None = None  #: if only the ranks of each host share memory
+        self.no_node_reason: str | None = None  #: why `hierarchical` cannot run
         self.hosts = 1
         self.autotune: bool | None = defaults.AUTOTUNE
-        self.numerics: str | None = None  #: as given to `init`
+        self.numerics: str | None = None  #: the argument of `init`
         self.waiter = Waiter()
-        self.notices: list[str] = []  #: warnings that `warn` is to give
+        self.notices: list[str] = []  #: warnings that `warn` will issue
         self.cuda_sums = CudaNumerics()
         self.measured = Measured()
-        self.on_meshes: dict[Hashable, Any] = {}  #: what a mesh's ranks agreed on; see mesh/
+        self.mesh_agreements: dict[Hashable, Any] = {}  #: see tpkernels/mesh/agreement.py
         self._qualification: dict[str, Qualification] = {}
         self._broken: str | None = None
-        self._closed: str | None = None  # by what
-        self._owner: int | None = None  # the process that has the group, where it is not this one
+        self._closed: str | None = None  # the cause
+        self._owner_pid: int | None = None  # in a fork: the process that created the group
         self._ready = False
         self._presence = Presence()
-        self._presence_of_second = Presence()
+        self._second_presence = Presence()
         self._unsupported_kernels: dict[tuple[torch.device, str], str | None] = {}
 
     @property
     def pg(self) -> dist.ProcessGroup:
-        """Return the process group, alive as long as it is registered with torch."""
+        """Return the process group. It exists while it is registered with torch."""
         pg = self._pg()
         if pg is None:
             raise GroupBrokenError(f"process group '{self.name}' has been destroyed")
         return pg
 
     def ready(self, device: str = "cpu") -> Group:
-        """Make the workspace at the first call, on tensors of a device type; collective then."""
+        """Create the workspace at the first call on tensors of this device type. Collective
+        then."""
         if not self._ready:
             self.init(None, defaults.WORKSPACE_BYTES, defaults.AUTOTUNE, device=device)
         return self
@@ -190,7 +196,8 @@ class Group(_C.calls.Turns):
         numerics: str | None = None,
         device: str = "cpu",
     ) -> None:
-        """See ``tpkernels.init``; ``device``: the type of the tensors that it is done for."""
+        """Initialize the group; see ``tpkernels.init``. ``device`` is the type of the tensors of
+        the first call."""
         cpu_timeout = defaults.TIMEOUT if timeout is None else timeout
         gpu_timeout = timeout_on_gpus(self.pg) if timeout is None else timeout
         options: dict[str, Any] = {
@@ -199,7 +206,7 @@ class Group(_C.calls.Turns):
             "autotune": autotune,
             "numerics": numerics,
         }
-        with self.together(ValueError, MemoryError):  # after these they may try again
+        with self.collective_step(ValueError, MemoryError):  # the ranks may retry after these
             if self._ready:
                 in_use = {name: getattr(self, name) for name in options}
                 if options == in_use:
@@ -207,21 +214,21 @@ class Group(_C.calls.Turns):
                         self._set_timeouts(cpu_timeout, gpu_timeout)
                     return
                 raise ValueError(
-                    f"group '{self.name}' is already initialized with {named_values(in_use)}; it "
-                    f"cannot be changed to {named_values(options)}"
+                    f"group '{self.name}' is already initialized with {format_options(in_use)}; it "
+                    f"cannot be changed to {format_options(options)}"
                 )
             participant = self.participant(gpu_timeout if device == "cuda" else cpu_timeout)
             one_machine, leaders = self._agree_on_memory(
                 participant, {**options, "timeout_on_gpus": gpu_timeout}
             )
-            if self.why_not_shared is None:
+            if self.unshared_reason is None:
                 self.workspace = HostWorkspace(participant, workspace_bytes)
             elif self.world > 1:
-                self.node, self.why_no_node = make_node(participant, workspace_bytes, leaders)
+                self.node, self.no_node_reason = make_node(participant, workspace_bytes, leaders)
                 if one_machine and self.rank == 0:
                     self.notices.append(
                         "the ranks are on one machine but do not share memory, so calls use the "
-                        f"slower process group: {self.why_not_shared}"
+                        f"slower process group: {self.unshared_reason}"
                     )
             self._set_timeouts(cpu_timeout, gpu_timeout)
             self.workspace_bytes, self.autotune = workspace_bytes, autotune
@@ -231,21 +238,21 @@ class Group(_C.calls.Turns):
             self._ready = True
 
     def make_second_group(self, purpose: str, device: str) -> Group:
-        """Make a group of the same ranks with its own workspace, for tensors of a device type. It
-        shares this group's measured times and numerics. Only one may exist at a time, since the
-        next reuses its store keys. Collective.
+        """Create a group with the same ranks and a separate workspace, for tensors of a device
+        type. It shares the measured times and numerics of this group. Only one second group may
+        exist at a time, because the next one reuses its store keys. Collective.
 
         Raises:
             MemoryError: on all ranks.
         """
-        made = Group(self.pg, _close, f"{self.name}/{purpose}")
-        made._presence = self._presence_of_second.renewed()
-        made.init(
+        second = Group(self.pg, _close, f"{self.name}/{purpose}")
+        second._presence = self._second_presence.renew()
+        second.init(
             self.timeout_on(device), self.workspace_bytes, False, self.numerics, device=device
         )
-        made._set_timeouts(self.timeout, self.gpu_timeout)
-        made.measured.tables, made.cuda_sums = self.measured.tables, self.cuda_sums
-        return made
+        second._set_timeouts(self.timeout, self.gpu_timeout)
+        second.measured.tables, second.cuda_sums = self.measured.tables, self.cuda_sums
+        return second
 
     def _set_timeouts(self, timeout: float, gpu_timeout: float) -> None:
         self.timeout, self.gpu_timeout = timeout, gpu_timeout
@@ -257,24 +264,29 @@ class Group(_C.calls.Turns):
     def _agree_on_memory(
         self, participant: Participant, options: dict[str, Any]
     ) -> tuple[bool, list[int]]:
-        """Find out with the other ranks whether all give the same options and can share memory
-        (``why_not_shared``), whether all run on one machine, and with whom each shares memory."""
+        """Exchange options and probe which ranks share memory. Sets ``unshared_reason`` and raises
+        ``ValueError`` on all ranks if the options differ.
+
+        Returns:
+            Whether all ranks run on one machine, and for each rank the leader of the ranks that it
+            shares memory with.
+        """
         statement = {"options": options, "host": socket.gethostname()}
-        found = probe_colocation(participant, statement)
-        self.why_not_shared, statements = found.why_not, found.statements
+        colocation = probe_colocation(participant, statement)
+        self.unshared_reason, statements = colocation.unshared_reason, colocation.statements
         for rank, other in enumerate(statements):
             if other["options"] != options:
                 raise ValueError(
                     f"tpkernels.init of group '{self.name}': rank {self.rank} passes "
-                    f"{named_values(options)}, but rank {rank} passes "
-                    f"{named_values(other['options'])}; all ranks must pass the same options"
+                    f"{format_options(options)}, but rank {rank} passes "
+                    f"{format_options(other['options'])}; all ranks must pass the same options"
                 )
         one_machine = len({other["boot_id"] for other in statements} - {None}) <= 1
-        if self.why_not_shared is not None:
+        if self.unshared_reason is not None:
             self.hosts = len({other["host"] for other in statements})
-        return one_machine, found.leaders
+        return one_machine, colocation.leaders
 
-    # What the group is made of.
+    # Members and memory.
 
     @property
     def shared_memory(self) -> bool:
@@ -283,17 +295,17 @@ class Group(_C.calls.Turns):
 
     @property
     def local_workspace(self) -> HostWorkspace | None:
-        """Return the workspace that the ranks of this host share; None if there is none."""
+        """Return the workspace that the ranks of this host share, or None."""
         return self.workspace if self.node is None else self.node.workspace
 
     @property
     def usable_bytes(self) -> int:
-        """Return the bytes that each data buffer may grow to, as far as the group is set up."""
+        """Return the capacity in bytes that each data buffer may grow to."""
         memory = self.node or self.workspace
         return self.workspace_bytes if memory is None else memory.usable_bytes
 
     def participant(self, timeout: float) -> Participant:
-        """Return this rank's place in the group, for an exchange through its store."""
+        """Return this rank as a participant of exchanges through the store of the group."""
         return Participant(
             store=self.pg.get_group_store(),
             group=self.name,
@@ -305,21 +317,20 @@ class Group(_C.calls.Turns):
         )
 
     def uses_gloo(self, device: str) -> bool:
-        """Return whether gloo, which works in host memory, is the group's backend for a device
-        type."""
-        backend = backend_of(self.pg, device)
+        """Return whether the backend for a device type is gloo, which works in host memory."""
+        backend = get_backend(self.pg, device)
         return backend is not None and backend.name() == "gloo"
 
     def timeout_on(self, device: str) -> float:
-        """Return how many seconds a wait in a call on tensors of a device type may take."""
+        """Return the timeout of a wait, in seconds, for calls on tensors of a device type."""
         return self.gpu_timeout if device == "cuda" else self.timeout
 
-    # Whose turn it is: one call at a time.
+    # The group lock: one call at a time.
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        """Make a call: wait for those of other threads first. What a signal handler asks for
-        meanwhile is refused."""
+    def locked(self) -> Iterator[None]:
+        """Hold the group lock during a call. Calls of different threads run one after another.
+        Calls that a signal handler makes meanwhile are refused."""
         with self.lock:
             self.check_usable()
             try:
@@ -329,15 +340,15 @@ class Group(_C.calls.Turns):
                 self.in_call = False
 
     def check_usable(self) -> None:
-        """Raise ``GroupBrokenError`` after a failure, once closed, and in a fork of the rank;
-        ``RuntimeError`` within a call. The caller holds ``lock``."""
-        if self._owner is not None:
+        """Raise ``GroupBrokenError`` after a failure, after `close`, and in a fork of the rank.
+        Raise ``RuntimeError`` within a call. The caller holds ``lock``."""
+        if self._owner_pid is not None:
             raise GroupBrokenError(
-                f"group '{self.name}' belongs to process {self._owner}, and process {os.getpid()} "
-                f"was forked from it; use the group in process {self._owner}, or create a process "
-                "group in the fork"
+                f"group '{self.name}' belongs to process {self._owner_pid}, and process "
+                f"{os.getpid()} was forked from it; use the group in process {self._owner_pid}, or "
+                "create a process group in the fork"
             )
-        if self.in_call:  # of this thread, which holds the lock
+        if self.in_call:  # set by this thread, because it holds the lock
             raise RuntimeError(
                 f"group '{self.name}' is already in a call on this thread; a signal handler or "
                 "callback cannot use it during a call"
@@ -354,7 +365,7 @@ class Group(_C.calls.Turns):
             )
 
     def within_call(self) -> bool:
-        """Return whether this very thread is in a call."""
+        """Return whether the current thread is in a call."""
         if not self.lock.acquire(blocking=False):
             return False
         try:
@@ -363,63 +374,64 @@ class Group(_C.calls.Turns):
             self.lock.release()
 
     def warn(self) -> None:
-        """Issue the warnings collected during calls. This comes after the calls: where a filter
-        turns warnings into errors, rank 0 alone would leave a call."""
+        """Issue the warnings that were collected during a call. Use it only after the call: a
+        filter may turn warnings into errors, and then rank 0 alone would leave the call."""
         notices, self.notices = self.notices, []
         for notice in notices:
             warnings.warn(notice, RuntimeWarning, stacklevel=3)
 
-    # How it ends: by a failure, by the end of its process group, with the process.
+    # Failure, destruction of the process group, and exit of the process.
 
     def break_between_calls(self, error: BaseException) -> None:
-        """Break the group because this rank left with ``error`` on the way to a call, or between
-        two; not while a graph is traced, which makes no calls. A call of another thread ends first,
-        but none begins."""
+        """Break the group because ``error`` interrupted this rank before a call or between two
+        calls. A running call of a different thread completes; later calls are refused. Does nothing
+        while a graph is traced, because tracing runs no calls."""
         if detect_fake_mode() is not None:
             return
-        # Within a call, in a signal handler, all calls are refused: this rank is not out of step.
+        # In a signal handler during a call all calls are refused, so this rank is not out of step.
         if self._broken is None and not self.within_call():
-            self._broken, self.open = of_error(error), False
+            self._broken, self.open = describe_error(error), False
             with self.lock:
-                self._tell_peers(error)
+                self._notify_peers(error)
 
     def mark_broken(self, error: BaseException) -> None:
-        """Break the group because this rank left a call with ``error``: peers that wait for it are
-        told, and no further call can run."""
+        """Break the group because this rank left a call with ``error``. Notifies peers that wait
+        for this rank and refuses further calls."""
         if self._broken is not None:
             return
-        self._broken, self.open = of_error(error), False
-        self._tell_peers(error)
+        self._broken, self.open = describe_error(error), False
+        self._notify_peers(error)
 
-    def _tell_peers(self, error: BaseException) -> None:
+    def _notify_peers(self, error: BaseException) -> None:
         if self.local_workspace is None:
             if not self._ready:
-                self._tell_in_store(error)
+                self._notify_in_store(error)
         elif self.node is None or not isinstance(error, CollectiveMismatchError):
-            # Across hosts each rank detects a mismatch by itself, from the greetings.
+            # Across hosts every rank detects a mismatch in the signatures that the ranks exchange.
             peer = error.peer if isinstance(error, TpkernelsError) else None
             late = isinstance(error, CollectiveTimeoutError)
-            self.local_workspace.abandon(of_error(error), late, -1 if peer is None else peer)
+            self.local_workspace.abandon(describe_error(error), late, -1 if peer is None else peer)
 
-    def tell_outside_calls(self, error: BaseException) -> None:
-        """Notify, through the store, the ranks that may be waiting there for this rank's value.
-        Ranks that share its memory have been notified; a mismatch each rank detects itself."""
-        found_by_all = self.workspace is not None or isinstance(error, CollectiveMismatchError)
-        if self._ready and not found_by_all:
-            self._tell_in_store(error)
+    def notify_outside_calls(self, error: BaseException) -> None:
+        """Notify, through the store, the ranks that may wait there for a value of this rank. Does
+        nothing if all ranks share memory, because they were notified there, and after a mismatch,
+        because every rank detects it."""
+        detected_by_all = self.workspace is not None or isinstance(error, CollectiveMismatchError)
+        if self._ready and not detected_by_all:
+            self._notify_in_store(error)
 
-    def _tell_in_store(self, error: BaseException) -> None:
-        with contextlib.suppress(GroupBrokenError):  # destroyed meanwhile
-            self.participant(self.timeout).tell_left(error)
+    def _notify_in_store(self, error: BaseException) -> None:
+        with contextlib.suppress(GroupBrokenError):  # the process group was destroyed
+            self.participant(self.timeout).notify_left(error)
 
-    def check_kernels(self, text: str) -> None:
-        """Raise the error if a GPU kernel has failed so far; ``text`` names, in its message, the
-        call that noticed."""
+    def check_kernels(self, description: str) -> None:
+        """Raise the error of a failed GPU kernel, if any. ``description`` names the call that
+        detected it."""
         if self.workspace is not None:
-            self.workspace.check_kernels(text)
+            self.workspace.check_kernels(description)
 
     def check(self) -> None:
-        """See ``tpkernels.check``."""
+        """Raise the error if the group has failed; see ``tpkernels.check``."""
         with self.lock:
             self.check_usable()
             try:
@@ -431,34 +443,34 @@ class Group(_C.calls.Turns):
 
     @property
     def is_forked(self) -> bool:
-        """Return whether the group belongs to another process, which this one was forked from."""
-        return self._owner is not None
+        """Return whether the group belongs to the process that this process was forked from."""
+        return self._owner_pid is not None
 
     def disown(self, owner: int) -> None:
-        """Mark the group as belonging to process ``owner``, from which this process was forked.
-        This process can then neither make the owner's calls nor end them."""
-        if self._owner is None:  # else: already inherited, from a fork further up
-            self._owner = owner
+        """Mark the group as owned by process ``owner``, the parent of this fork. This process can
+        then neither run the calls of the owner nor end them."""
+        if self._owner_pid is None:  # set already if the parent was a fork as well
+            self._owner_pid = owner
         self.open = False
         self.in_call = False
-        self.renew_lock()  # a thread that the fork did not copy may have held it
+        self.renew_lock()  # the holder may be a thread that the fork did not copy
         self.waiter = Waiter()
 
     def leave(self) -> None:
-        """Tell kernels that still wait that this process ends."""
+        """Release kernels that wait for peers, because this process ends."""
         if self.local_workspace is not None and not self.is_forked:
             self.local_workspace.leave()
 
-    def close(self, by: str) -> None:
-        """Refuse further calls and free the workspace. Do nothing while a thread is in a call: then
-        the workspace goes with its last use."""
+    def close(self, cause: str) -> None:
+        """Refuse further calls and free the workspace. Does nothing while a thread is in a call;
+        the workspace is then freed with its last reference."""
         if not self.lock.acquire(blocking=False):
             return
         try:
             if self.in_call:
                 return
-            self._closed, self.open = by, False
-            self.forget_calls()
+            self._closed, self.open = cause, False
+            self.clear_planned_calls()
             self.waiter.close()
             local_workspace, self.workspace, self.node = self.local_workspace, None, None
             if local_workspace is not None:
@@ -466,15 +478,15 @@ class Group(_C.calls.Turns):
         finally:
             self.lock.release()
 
-    # What its ranks agree on between calls.
+    # Agreement between ranks, outside calls.
 
     @contextlib.contextmanager
-    def together(self, *raised_by_all: type[Exception]) -> Iterator[None]:
-        """Run the block as a collective step that is not an op's call, holding the group's turn. An
-        error breaks the group, unless its type is in ``raised_by_all``: those are raised on all
-        ranks alike."""
+    def collective_step(self, *raised_by_all: type[Exception]) -> Iterator[None]:
+        """Run the block as a collective step outside op calls, holding the group lock. An error
+        breaks the group unless its type is in ``raised_by_all``, the errors that every rank
+        raises."""
         try:
-            with self.turn():
+            with self.locked():
                 try:
                     self.check_kernels("a collective setup step")
                     yield
@@ -482,198 +494,202 @@ class Group(_C.calls.Turns):
                     raise
                 except BaseException as error:
                     self.mark_broken(error)
-                    self.tell_outside_calls(error)
+                    self.notify_outside_calls(error)
                     raise
-        except BaseException as error:  # also of a signal handler, in the wait for the turn
+        except BaseException as error:  # includes signal handlers in the wait for the lock
             if not isinstance(error, (TpkernelsError, *raised_by_all)):
                 self.break_between_calls(error)
             raise
 
     def exchange(self, purpose: str, value: object, seconds: float) -> list[Any]:
-        """Return the values of all ranks, which JSON can hold, in rank order, within ``seconds``.
-        Collective, in a turn of the caller's."""
+        """All-gather a JSON value within ``seconds``. Returns the values in rank order. Collective;
+        the caller holds the group lock."""
         if self.workspace is not None:
-            with self.workspace.waiting(seconds):
+            with self.workspace.wait_limit(seconds):
                 return self.workspace.exchange(purpose, value)
         return self.participant(seconds).exchange(purpose, value)
 
-    def exchange_in_turn(self, purpose: str, value: object, device: str) -> list[Any]:
-        """Exchange values as `exchange` does, taking the group's turn first, with the timeout for
-        tensors of a device type."""
-        with self.together():
+    def lock_and_exchange(self, purpose: str, value: object, device: str) -> list[Any]:
+        """Acquire the group lock and call `exchange` with the timeout for a device type.
+        Collective."""
+        with self.collective_step():
             return self.exchange(purpose, value, self.timeout_on(device))
 
-    def _once(self, known: dict[_Key, _Value], key: _Key, agree: Callable[[], _Value]) -> _Value:
-        """Return the value of a key, on which the ranks agree together at the first call."""
-        if key not in known:
-            with self.together():
-                if key not in known:  # another thread was first
-                    known[key] = agree()
-        return known[key]
+    def _agree_once(
+        self, cache: dict[_Key, _Value], key: _Key, agree: Callable[[], _Value]
+    ) -> _Value:
+        """Return the value of a key. The first call runs ``agree`` as a collective step."""
+        if key not in cache:
+            with self.collective_step():
+                if key not in cache:  # a different thread may have been first
+                    cache[key] = agree()
+        return cache[key]
 
     def cuda_numerics(self) -> str:
-        """Return how a reduction of CUDA tensors sums, the same on all ranks. Collective at the
-        first call and after each change of torch's flag."""
+        """Return the numerics of CUDA reductions, identical on all ranks. Collective at the first
+        call and after each change of the torch flag."""
         if self.world == 1 or self.uses_gloo("cuda"):  # the host sums in order at no extra cost
             return ORDERED
         sums = self.cuda_sums
-        if sums.agreed != sums.wanted:
-            with self.together(ValueError):
-                if sums.agreed != sums.wanted:  # another thread was first
+        if sums.agreed != sums.requested:
+            with self.collective_step(ValueError):
+                if sums.agreed != sums.requested:  # a different thread may have been first
                     seconds = self.timeout_on("cuda")
-                    sums.settle(self.rank, self.exchange("numerics", sums.wanted, seconds))
-        assert sums.agreed is not None  # they have settled it
+                    sums.adopt(self.rank, self.exchange("numerics", sums.requested, seconds))
+        assert sums.agreed is not None  # set by `adopt`
         return sums.agreed
 
-    # What calls are planned by.
+    # Inputs of the planner.
 
     def has_times(self, device: str) -> bool:
-        """Return whether measured times apply to tensors of a device type: those of GPUs are taken
-        with NCCL."""
+        """Return whether measured times apply to tensors of a device type. Times on GPUs are
+        measured with NCCL."""
         return not (device == "cuda" and self.uses_gloo("cuda"))
 
-    def tuned(self, device: str) -> Table:
-        """Return the times that rank 0 finds in its cache for tensors of a device type: what each
-        rank found by itself might differ, and with it the choices. Collective at the first call."""
+    def timing_table(self, device: str) -> Table:
+        """Return the times in the cache of rank 0 for tensors of a device type. The caches of the
+        ranks may differ, but all ranks must make the same plans. Collective at the first call."""
         tables = self.measured.tables
         if self.world == 1:
             return tables.get(device, Table())
-        return self._once(tables, device, lambda: self._tuned_by_rank_0(device))
+        return self._agree_once(tables, device, lambda: self._load_rank_0_table(device))
 
-    def _tuned_by_rank_0(self, device: str) -> Table:
-        found, ignored = Table(), ""
+    def _load_rank_0_table(self, device: str) -> Table:
+        table, ignored = Table(), ""
         if self.rank == 0:
             machine = this_machine(device, self.world, self.hosts, self.shared_memory)
-            found, ignored = store.load(machine)
-        text, seconds = store.to_json(found), self.timeout_on(device)
-        tables = self.exchange(f"the first call on {device}", text, seconds)
+            table, ignored = store.load(machine)
+        json_table, seconds = store.to_json(table), self.timeout_on(device)
+        tables = self.exchange(f"the first call on {device}", json_table, seconds)
         if ignored:
             self.notices.append(ignored)
-        return store.table_from(tables[0])
+        return store.table_from_json(tables[0])
 
     def qualification(self) -> Qualification:
-        """Return the variants that `auto` may select on CUDA tensors, from rank 0's report.
+        """Return the variants that `auto` may select on CUDA tensors, from the report of rank 0.
         Collective at the first call."""
         if self.world == 1 or self.workspace is None:
-            return Qualification()  # there is nothing to choose, or only what spans hosts
-        return self._once(self._qualification, "cuda", self.qualification_of_rank_0)
+            return Qualification()  # one rank, or no shared memory: no variant applies
+        return self._agree_once(self._qualification, "cuda", self.read_qualification)
 
-    def qualification_of_rank_0(self) -> Qualification:
-        """Read this machine's report on rank 0. Collective; the caller holds the group lock."""
-        found, ignored = qualification.load("cuda") if self.rank == 0 else (None, "")
+    def read_qualification(self) -> Qualification:
+        """Read the report of this machine on rank 0. Collective; the caller holds the group
+        lock."""
+        report, ignored = qualification.load("cuda") if self.rank == 0 else (None, "")
         if ignored:
             self.notices.append(ignored)
-        elif found is None and self.rank == 0:
-            _say_that_nothing_is_qualified()
-        values = (Qualification() if found is None else found.qualification(self.world)).to_json()
+        elif report is None and self.rank == 0:
+            _warn_unqualified()
+        values = (Qualification() if report is None else report.qualification(self.world)).to_json()
         return Qualification.from_json(
             self.exchange("qualified algorithms", values, self.gpu_timeout)[0]
         )
 
     def use_qualification(self, qualification: Qualification) -> None:
-        """Plan all later calls on CUDA tensors by this report. All ranks do so from the same
-        call on."""
+        """Use this report for all later calls on CUDA tensors. All ranks must do this before the
+        same call."""
         with self.lock:
             self._qualification["cuda"] = qualification
             if self.workspace is not None:
-                self.workspace.use_variants(_variants_of(qualification))
-            self.forget_calls()
+                self.workspace.use_variants(_kernel_variants(qualification))
+            self.clear_planned_calls()
 
     def use_times(self, device: str, table: Table) -> None:
-        """Plan calls from these times from now on. All ranks use the same, from the same call
-        on."""
+        """Use these times for all later calls. All ranks must set the same table before the same
+        call."""
         with self.lock:
             self.measured.tables[device] = table
-            self.forget_calls()
+            self.clear_planned_calls()
 
-    def leave_out(self, problem: Problem, algorithm: str, why: str) -> None:
-        """Plan ``auto``'s calls of a problem without an algorithm from now on. All ranks do so from
-        the same call on."""
+    def exclude_algorithm(self, problem: Problem, algorithm: str, reason: str) -> None:
+        """Exclude an algorithm from later ``auto`` calls of a problem. All ranks must do this
+        before the same call."""
         with self.lock:
-            self.measured.failures.setdefault(_failure_key(problem), {})[algorithm] = why
+            self.measured.failures.setdefault(_failure_key(problem), {})[algorithm] = reason
             if self.rank == 0:
-                self.notices.append(f"{problem}: algorithm '{algorithm}' {why}")
-            self.forget_calls()
+                self.notices.append(f"{problem}: algorithm '{algorithm}' {reason}")
+            self.clear_planned_calls()
 
-    def tuning_on(self, device: str) -> Tuning | None:
-        """Return how problems with tensors of a device type are tuned on the spot, None if they
-        are not: as asked for, and on CUDA tensors also where some algorithm is qualified."""
+    def tuning_for(self, device: str) -> Tuning | None:
+        """Return the settings for tuning at the first call of a problem, or None if it is off. On
+        CUDA tensors it is also on if an algorithm is qualified and `autotune` is not False."""
         tuning = self.measured.tuning
         if tuning is not None or device != "cuda" or self.autotune is False:
             return tuning
-        agreed = self._qualification.get("cuda", Qualification())  # communicates nothing
-        return _ON_QUALIFIED_GPUS if agreed.variants else None
+        agreed = self._qualification.get("cuda", Qualification())  # no communication
+        return _QUALIFIED_GPU_TUNING if agreed.variants else None
 
     def use_tuning(self, tuning: Tuning | None) -> None:
-        """Plan calls anew, tuning each new problem as ``tuning`` says; None stops tuning. All ranks
-        do so from the same call on."""
+        """Clear the cached plans and tune each new problem with these settings. None stops tuning.
+        All ranks must do this before the same call."""
         with self.lock:
             self.measured.tuning = tuning
-            self.forget_calls()
+            self.clear_planned_calls()
 
     def note_capture(self, device: torch.device) -> bool:
-        """Return whether a graph is being captured, where nothing is tuned. If so, remember to plan
-        all calls again after the capture."""
+        """Return whether a graph is being captured. Captures do not tune, so all calls are planned
+        again after the capture."""
         captured = streams.is_captured(device)
         self.untuned_in_capture = self.untuned_in_capture or captured
         return captured
 
-    def forget_stale_calls(self, problem: Problem, device: torch.device) -> None:
-        """Forget all planned calls if a call on CUDA tensors would now be planned differently:
-        torch's flag has changed, or the problem was met in a capture, where nothing is tuned."""
+    def clear_stale_calls(self, problem: Problem, device: torch.device) -> None:
+        """Clear the cached plans if they are stale for a call on CUDA tensors: after a change of
+        the torch flag, or after a capture, which does not tune."""
         if self.untuned_in_capture and not streams.is_captured(device):
             self.untuned_in_capture = False
-            self.forget_calls()
+            self.clear_planned_calls()
         if problem.spec.reduces and self.cuda_sums.changed:
-            self.forget_calls()
+            self.clear_planned_calls()
 
     # Memory and kernels.
 
-    def make_room(self, nbytes: int, text: str) -> None:
-        """Make the data buffers hold ``nbytes`` each for a call, as far as they may and can grow.
-        Collective where they grow: all ranks ask for the same."""
+    def ensure_capacity(self, nbytes: int, description: str) -> None:
+        """Grow the data buffers to ``nbytes`` each, within the limit and the available memory.
+        Collective if they grow. All ranks request the same size for the call ``description``."""
         memory = self.node or self.workspace
-        if memory is not None and memory.wants(nbytes):
-            with self.together():
-                refused = memory.grow(nbytes, text)
+        if memory is not None and memory.needs_growth(nbytes):
+            with self.collective_step():
+                refused = memory.grow(nbytes, description)
                 if refused is not None and self.rank == 0:
                     self.notices.append(refused)
 
     def make_symmetric(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None
     ) -> torch.Tensor:
-        """See ``tpkernels.empty``; ``device``: where it is made, None for the host's memory."""
+        """Create a symmetric tensor; see ``tpkernels.empty``. ``device`` is None for host
+        memory."""
         if device is not None:
-            own_reason: str | None = None
+            local_reason: str | None = None
             if device.type == "cuda" and not torch.cuda.is_available():
-                # this rank cannot, but must still take part in the collective check below
-                own_reason, device = "needs a GPU that is visible to torch", torch.device("cpu")
-            elif device == torch.device("cuda"):  # without an index
+                # This rank must still join the collective check below.
+                local_reason, device = "needs a GPU that is visible to torch", torch.device("cpu")
+            elif device == torch.device("cuda"):  # add the index of the current device
                 device = torch.device("cuda", torch.cuda.current_device())
-            why = self.unsupported_kernels(device, "symmetric memory", own_reason)
-            if why is not None:
-                raise NotImplementedError(f"symmetric memory {why}")
+            reason = self.unsupported_kernels(device, "symmetric memory", local_reason)
+            if reason is not None:
+                raise NotImplementedError(f"symmetric memory {reason}")
             if streams.is_captured(device):
                 raise CaptureError(
                     f"tpkernels.empty({list(shape)}, {dtype}) of group '{self.name}' waits for the "
                     "GPU and cannot be captured; create symmetric tensors before the graph capture"
                 )
-        with self.together(MemoryError, NotImplementedError):
+        with self.collective_step(MemoryError, NotImplementedError):
             if self.workspace is None:
                 raise NotImplementedError(
                     "symmetric tensors need shared memory, but the ranks of group "
-                    f"'{self.name}' do not share memory: {self.why_not_shared}"
+                    f"'{self.name}' do not share memory: {self.unshared_reason}"
                 )
             return self.workspace.make_symmetric(shape, dtype, device)
 
     def unsupported_kernels(
-        self, device: torch.device, kernels: str, own_reason: str | None
+        self, device: torch.device, kernels: str, local_reason: str | None
     ) -> str | None:
-        """Return why kernels of a kind, Triton or CUDA, cannot run on the ranks' GPUs, this rank's
-        being ``device``; None: they can. ``own_reason`` is what this rank knows already. The ranks
-        find out together, at the first call, by trying: collective."""
+        """Return the reason why Triton or CUDA kernels cannot run on the GPUs of the group, or
+        None. ``device`` is the GPU of this rank, ``local_reason`` a reason already known on this
+        rank. The first call tries to open the kernels. Collective then."""
         if self.workspace is None:
-            return own_reason
+            return local_reason
         key = device, kernels
         if key in self._unsupported_kernels:
             return self._unsupported_kernels[key]
@@ -683,21 +699,21 @@ class Group(_C.calls.Turns):
                 "before the graph capture"
             )
         if self.world > 1:
-            self.workspace.use_variants(_variants_of(self.qualification()))
+            self.workspace.use_variants(_kernel_variants(self.qualification()))
 
-        def find_out() -> str | None:
+        def open_kernels() -> str | None:
             try:
-                assert self.workspace is not None  # as above
-                self.workspace.open_cuda(device, kernels, own_reason)
+                assert self.workspace is not None  # checked above
+                self.workspace.open_cuda(device, kernels, local_reason)
             except NotImplementedError as reason:
                 return f"is not available in this group: {reason}"
             return None
 
-        return self._once(self._unsupported_kernels, key, find_out)
+        return self._agree_once(self._unsupported_kernels, key, open_kernels)
 
 
 @functools.cache  # once in a process
-def _say_that_nothing_is_qualified() -> None:
+def _warn_unqualified() -> None:
     _logger.warning(
         "CUDA tensors use the torch calls, because no algorithm is qualified on this machine. Run "
         "`tpkernels qualify` once; algorithm='auto' then uses the qualified algorithms that are "
@@ -705,8 +721,8 @@ def _say_that_nothing_is_qualified() -> None:
     )
 
 
-def _variants_of(qualification: Qualification) -> frozenset[str]:
-    return qualification.of("direct") | qualification.of("fused")
+def _kernel_variants(qualification: Qualification) -> frozenset[str]:
+    return qualification.variants_for("direct") | qualification.variants_for("fused")
 
 
 def _close(group: Group) -> None:
@@ -714,9 +730,9 @@ def _close(group: Group) -> None:
 
 
 def timeout_on_gpus(pg: dist.ProcessGroup) -> float:
-    """Return the seconds that torch lets the collectives of a process group take on GPUs: the
-    timeout of its backend for CUDA tensors, or torch's default for NCCL where there is none."""
-    limit = timeout_of(pg, "cuda")
+    """Return the timeout of a process group for CUDA tensors, in seconds: from its backend, or the
+    torch default for NCCL if it has no such backend."""
+    limit = get_timeout(pg, "cuda")
     if limit is None:
-        limit = constants.default_pg_nccl_timeout or _NCCL
-    return min(limit.total_seconds(), defaults.LONGEST_TIMEOUT)
+        limit = constants.default_pg_nccl_timeout or _NCCL_TIMEOUT
+    return min(limit.total_seconds(), defaults.MAX_TIMEOUT)

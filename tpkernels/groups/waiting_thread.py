@@ -1,9 +1,9 @@
-"""A thread that waits for torch.distributed on behalf of another.
+"""A thread that waits for torch.distributed ``Work`` objects, so that the calling thread can poll.
 
-gloo's point-to-point ``Work`` objects report nothing until ``wait`` is called, and a ``wait`` that
-times out closes all connections of the process group. So this thread waits for as long as the group
-allows, and the op's own thread polls the outcome, between which it can be interrupted and can check
-its peers.
+A point-to-point ``Work`` of gloo reports no status until ``wait`` is called. A ``wait`` that times
+out closes all connections of the process group. So this thread waits for the full group timeout,
+and the thread of the op polls the outcome. Between polls it handles interrupts and checks its
+peers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tpkernels.errors import TpkernelsError
 
 
 class TransferError(RuntimeError):
-    """A transfer failed; ``peer`` is the rank at its other end."""
+    """A transfer with rank ``peer`` failed."""
 
     def __init__(self, message: str, peer: int) -> None:
         super().__init__(message)
@@ -26,7 +26,8 @@ class TransferError(RuntimeError):
 
 
 class PendingTransfers:
-    """Works that a `Waiter` waits for, as one work of torch.distributed that can be polled."""
+    """A sequence of ``Work`` objects that a `Waiter` waits for, with the interface of one ``Work``
+    that can be polled."""
 
     def __init__(self, works: Sequence[tuple[Any, int]], timeout: timedelta) -> None:
         self._works, self._timeout = works, timeout
@@ -34,7 +35,7 @@ class PendingTransfers:
         self._error: TransferError | TpkernelsError | None = None
 
     def run(self) -> None:
-        """Wait for one after the other, ``timeout`` for each."""
+        """Wait for the works in order, with ``timeout`` for each."""
         for work, peer in self._works:
             try:
                 work.wait(self._timeout)
@@ -50,7 +51,8 @@ class PendingTransfers:
         return self._done.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Raise ``RuntimeError`` if the works failed, or are not over within ``timeout``."""
+        """Raise ``RuntimeError`` if a work failed, or if the works do not complete within
+        ``timeout``."""
         if not self._done.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError("not completed yet")
         if self._error is not None:
@@ -58,29 +60,29 @@ class PendingTransfers:
 
 
 class Waiter:
-    """The thread of one group; it starts with the first wait."""
+    """The waiting thread of a group. It starts at the first wait."""
 
     def __init__(self) -> None:
-        self._todo: queue.SimpleQueue[PendingTransfers | None] = queue.SimpleQueue()
+        self._pending: queue.SimpleQueue[PendingTransfers | None] = queue.SimpleQueue()
         self._started = False
 
     def wait_for(self, works: Sequence[tuple[Any, int]], timeout: timedelta) -> PendingTransfers:
-        """Begin to wait for (work, peer) pairs; the calls of a group come one after the other."""
+        """Start to wait for (work, peer) pairs. Calls of a group run one after another."""
         if not self._started:
-            threading.Thread(target=_serve, args=(self._todo,), daemon=True).start()
+            threading.Thread(target=_serve, args=(self._pending,), daemon=True).start()
             self._started = True
-        waiting = PendingTransfers(works, timeout)
-        self._todo.put(waiting)
-        return waiting
+        transfers = PendingTransfers(works, timeout)
+        self._pending.put(transfers)
+        return transfers
 
     def close(self) -> None:
-        """Make the thread end when it is through with what it waits for."""
+        """End the thread after its current and queued waits."""
         if self._started:
-            self._todo.put(None)
+            self._pending.put(None)
             self._started = False
 
 
-def _serve(todo: queue.SimpleQueue[PendingTransfers | None]) -> None:
-    while (waiting := todo.get()) is not None:
-        waiting.run()
-        del waiting  # and with it the tensors, also while there is nothing to do
+def _serve(pending: queue.SimpleQueue[PendingTransfers | None]) -> None:
+    while (transfers := pending.get()) is not None:
+        transfers.run()
+        del transfers  # frees the tensors while the thread is idle

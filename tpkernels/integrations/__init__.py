@@ -1,1 +1,1 @@
-"""Plugins for other people's engines. The package itself imports none of them."""
+"""Plugins for third-party engines. ``import tpkernels`` imports neither plugins nor engines."""

@@ -1,4 +1,5 @@
-"""What replaces parts of vLLM. Imported by `tpkernels.integrations.vllm` within vLLM only."""
+"""Replacements of vLLM components. Only `tpkernels.integrations.vllm` imports this module, inside
+vLLM."""
 
 from __future__ import annotations
 
@@ -33,29 +34,32 @@ from tpkernels.ops.experts import ACTIVATIONS
 if TYPE_CHECKING:
     from vllm.model_executor.layers import fused_moe as moe
 
-# s: a rank that compiles may keep the others waiting; one that dies is noticed at once.
+# seconds; long, because a rank may compile while its peers wait. Dead ranks are detected at once.
 TIMEOUT = 1800.0
 
 
 @functools.cache
-def report(text: str) -> None:
-    """Log a text once in each process."""
-    logger.info("tpkernels: %s", text)
+def report(message: str) -> None:
+    """Log a message once per process."""
+    logger.info("tpkernels: %s", message)
 
 
-def group_for(group: torch.distributed.ProcessGroup, what: str = "all-reduces") -> str | None:
-    """Return the name of a group that is set up for the ops; None: its ranks share no memory, and
-    ``what`` is left to vLLM. The first call is collective."""
-    name = groups.name_of(group)
+def group_for(group: torch.distributed.ProcessGroup, operation: str = "all-reduces") -> str | None:
+    """Initialize a group for the ops. The first call is collective.
+
+    Returns:
+        The group name, or None if the ranks do not share memory. vLLM then runs ``operation``.
+    """
+    name = groups.group_name(group)
     tpkernels.init(name, timeout=TIMEOUT)
     if groups.get(name).shared_memory:
         return name
-    report(f"vLLM runs {what}: the ranks do not share memory")
+    report(f"vLLM runs {operation}: the ranks do not share memory")
     return None
 
 
 class VllmCommunicator(CpuCommunicator):
-    """vLLM's communicator of CPU tensors, with another all-reduce for tensor parallelism."""
+    """vLLM CPU communicator with `all_reduce_` as the tensor-parallel all-reduce."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -73,14 +77,14 @@ class VllmCommunicator(CpuCommunicator):
 
 
 def replace_communicator(platform: type) -> None:
-    """Make vLLM's ``platform`` use `VllmCommunicator`."""
+    """Make a vLLM ``platform`` use `VllmCommunicator`."""
     name = f"{VllmCommunicator.__module__}.{VllmCommunicator.__qualname__}"
     platform.get_device_communicator_cls = classmethod(lambda cls: name)  # type: ignore[attr-defined]
 
 
 class FusedRowParallelLinear(RowParallelLinear):
-    """vLLM's row-parallel layer, as `matmul_all_reduce` where it is not quantised; on CPUs by the
-    packed weight of `replace_products`."""
+    """Row-parallel layer of vLLM that runs `matmul_all_reduce` if it is not quantized. On CPUs it
+    uses the packed weight of `replace_matmuls`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -93,7 +97,7 @@ class FusedRowParallelLinear(RowParallelLinear):
             report("replaced row-parallel layers by a matmul fused with the all-reduce")
 
     def _reason_to_keep(self) -> str | None:
-        """Return why vLLM's layer stays as it is."""
+        """Return the reason to keep the vLLM layer, or None."""
         if not self.reduce_results or self.tp_size == 1:
             return "their outputs are not reduced"
         if type(self.quant_method) is not UnquantizedLinearMethod:
@@ -105,7 +109,7 @@ class FusedRowParallelLinear(RowParallelLinear):
             return super().forward(input_)
         on_cpu = self.weight.device.type == "cpu"
         w = getattr(self, "tpkernels_weight", None) if on_cpu else self.weight.t()
-        if w is None:  # it cannot be packed
+        if w is None:  # the weight could not be packed
             return super().forward(input_)
         x = input_
         if not self.input_is_parallel:
@@ -117,45 +121,47 @@ class FusedRowParallelLinear(RowParallelLinear):
         return output, self.bias if self.skip_bias_add else None
 
 
-@functools.cache  # vLLM refuses a second one
+@functools.cache  # vLLM rejects a second registration
 def replace_row_parallel() -> None:
     """Make vLLM use `FusedRowParallelLinear`."""
     RowParallelLinear.register_oot(FusedRowParallelLinear)
 
 
 @functools.cache
-def replace_products() -> None:
-    """Replace the products of unquantised layers and heads on CPUs by those of a packed copy of the
-    weight, which is then ``layer.tpkernels_weight``."""
-    dispatch_of_vllm = utils.dispatch_cpu_unquantized_gemm
+def replace_matmuls() -> None:
+    """Replace the matmuls of unquantized layers and heads on CPUs by matmuls with a packed copy of
+    the weight, ``layer.tpkernels_weight``."""
+    vllm_dispatch = utils.dispatch_cpu_unquantized_gemm
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
         weight = layer.weight
         if weight.dim() != 2:
-            dispatch_of_vllm(layer, remove_weight)
+            vllm_dispatch(layer, remove_weight)
             return
         try:
             w = tpkernels.pack(weight.detach().t())
-        except (ValueError, RuntimeError) as error:  # NotImplementedError among them
+        except (ValueError, RuntimeError) as error:  # includes NotImplementedError
             report(f"vLLM runs matmuls with weights of shape {list(weight.shape)}: {error}")
-            dispatch_of_vllm(layer, remove_weight)
+            vllm_dispatch(layer, remove_weight)
             return
         report("unquantized layers use packed weights")
         layer.tpkernels_weight = w
         layer.cpu_linear = lambda x, weight, bias=None: matmul(x, w, bias=bias)
-        if remove_weight:  # vLLM still asks for its dtype and device
+        if remove_weight:  # vLLM still reads its dtype and device
             layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
 
     utils.dispatch_cpu_unquantized_gemm = dispatch
 
 
 class PackedExperts(CPUUnquantizedExperts):
-    """vLLM's unquantised experts on a CPU, as `local_experts` by packed weights. vLLM's own read
-    beyond their weights if a rank has some of the experts. Of their time it takes 0.75 for 1 token
-    and 0.41 for 64 on one thread, 0.95 and 0.56 on two (8 experts of 1024 x 512, k 2, bf16; AMD
-    EPYC Zen 5, vLLM 0.32, 2026-11-26)."""
+    """Unquantized experts of vLLM on a CPU, as `local_experts` with packed weights.
 
-    only_whole = False  #: leave experts of which each rank has a part to vLLM
+    The vLLM kernel reads out of bounds if a rank holds only some of the experts. Time relative to
+    the vLLM kernel: 0.75 for 1 token and 0.41 for 64 tokens on one thread, 0.95 and 0.56 on two
+    threads (8 experts of 1024 x 512, k 2, bf16; AMD EPYC Zen 5, vLLM 0.32, 2026-11-26).
+    """
+
+    only_expert_parallel = False  #: leave tensor-parallel experts to vLLM
 
     @staticmethod
     def _supports_activation(activation: moe.activation.MoEActivation) -> bool:
@@ -163,7 +169,7 @@ class PackedExperts(CPUUnquantizedExperts):
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: moe.config.FusedMoEParallelConfig) -> bool:
-        return moe_parallel_config.use_ep or not PackedExperts.only_whole
+        return moe_parallel_config.use_ep or not PackedExperts.only_expert_parallel
 
     def process_weights_after_loading(self, layer: Any) -> None:
         report("experts use packed weights")
@@ -176,7 +182,7 @@ class PackedExperts(CPUUnquantizedExperts):
         ids, weights = options["topk_ids"], options["topk_weights"]
         if options["expert_map"] is not None:
             ids = options["expert_map"][ids]
-        if options["apply_router_weight_on_input"]:  # and not to the result
+        if options["apply_router_weight_on_input"]:  # instead of the output
             weights = torch.ones_like(weights)
         local_experts = torch.ops.tpkernels._local_experts.default
         operands = options["hidden_states"], ids, weights, *self._stacks
@@ -185,46 +191,52 @@ class PackedExperts(CPUUnquantizedExperts):
 
 
 @functools.cache
-def replace_experts(only_whole: bool) -> None:
-    """Make vLLM take `PackedExperts` where it can on CPUs, or ``only_whole`` experts, and refuse
-    whole experts that it would compute itself."""
-    PackedExperts.only_whole = only_whole
+def replace_experts(only_expert_parallel: bool) -> None:
+    """Make vLLM use `PackedExperts` on CPUs for the layers that they support. Expert-parallel
+    layers never use the CPU kernel of vLLM.
+
+    Args:
+        only_expert_parallel: do not use `PackedExperts` for tensor-parallel experts.
+    """
+    PackedExperts.only_expert_parallel = only_expert_parallel
     CPUUnquantizedExperts._supports_parallel_config = staticmethod(lambda config: not config.use_ep)
-    classes_of_vllm = unquantized.backend_to_kernel_cls
+    vllm_classes = unquantized.backend_to_kernel_cls
 
     def classes(backend: unquantized.UnquantizedMoeBackend) -> list[type]:
-        ours = [PackedExperts] if backend.name == "CPU" else []
-        return [*ours, *classes_of_vllm(backend)]
+        packed = [PackedExperts] if backend.name == "CPU" else []
+        return [*packed, *vllm_classes(backend)]
 
     unquantized.backend_to_kernel_cls = classes
 
 
 class ExpertParallel(MoEPrepareAndFinalizeNaiveDPEPModular):
-    """Moves tokens of data-parallel ranks to their experts by `moe_dispatch` and back by
-    `moe_combine`, where vLLM gathers all tokens on all ranks and sums over the ranks.
+    """Token exchange of data-parallel ranks: `moe_dispatch` sends tokens to their experts, and
+    `moe_combine` returns the outputs. vLLM instead gathers all tokens on all ranks and reduces over
+    the ranks.
 
-    To vLLM's experts a row is a token with one expert, of weight 1, so that it does not matter
-    which of them weigh and sum: `moe_combine` does, by the router's weights. There is room for all
-    routes on each rank: no host waits for counts, and shapes depend on no route. No GPU has run it.
+    To the vLLM experts each row is a token with one expert of weight 1. It therefore does not
+    matter whether they apply weights and reduce; `moe_combine` does both, with the router weights.
+    The receive buffer of each rank has capacity for all assignments, so the host never waits for
+    token counts, and shapes do not depend on the routing. No GPU has run it.
     """
 
-    _group: str | None = None  # None: as vLLM does it
+    _group: str | None = None  # None: vLLM exchanges the tokens
 
     def post_init_setup(self, fused_experts: moe.modular_kernel.FusedMoEExperts) -> None:
         super().post_init_setup(fused_experts)
-        what, reason = "MoE dispatch and combine", self._reason_to_gather(fused_experts)
+        operation, reason = "MoE dispatch and combine", self._reason_to_gather(fused_experts)
         if reason is None:
-            self._group = group_for(get_ep_group().device_group, what)
-            reason = self._reason_not_to_capture()
+            self._group = group_for(get_ep_group().device_group, operation)
+            reason = self._capture_obstacle()
         if reason is not None:
-            report(f"vLLM runs {what}: {reason}")
+            report(f"vLLM runs {operation}: {reason}")
             self._group = None
         if self._group is not None:
-            report(f"replaced {what} by moe_dispatch and moe_combine")
+            report(f"replaced {operation} by moe_dispatch and moe_combine")
 
     @staticmethod
     def _reason_to_gather(experts: moe.modular_kernel.FusedMoEExperts) -> str | None:
-        """Return the reason to keep vLLM's exchange, or None. Identical on all ranks."""
+        """Return the reason to keep the token exchange of vLLM, or None. Identical on all ranks."""
         config, quant, vllm = experts.moe_config, experts.quant_config, get_current_vllm_config()
         parallel = config.moe_parallel_config
         scaled = quant.per_act_token_quant or quant.block_shape == [128, 128]
@@ -247,12 +259,12 @@ class ExpertParallel(MoEPrepareAndFinalizeNaiveDPEPModular):
             )
         return None
 
-    def _reason_not_to_capture(self) -> str | None:
-        """Return why CUDA graphs, if vLLM captures any, could not hold the ops."""
+    def _capture_obstacle(self) -> str | None:
+        """Return the reason why CUDA graphs of vLLM cannot contain the ops, or None."""
         graphs = get_current_vllm_config().compilation_config.cudagraph_mode
         if self._group is None or graphs == CUDAGraphMode.NONE:
             return None
-        reason = groups.get(self._group).qualification().why_not("moe_dispatch", "direct")
+        reason = groups.get(self._group).qualification().reason_against("moe_dispatch", "direct")
         return (
             reason
             and f"CUDA graphs need algorithm 'direct', which {reason}; or pass --enforce-eager"
@@ -269,19 +281,21 @@ class ExpertParallel(MoEPrepareAndFinalizeNaiveDPEPModular):
         quant_config: moe.config.FusedMoEQuantConfig,
         defer_input_quant: bool = False,
     ) -> tuple[object, ...]:
-        how = apply_router_weight_on_input, quant_config, defer_input_quant
+        options = apply_router_weight_on_input, quant_config, defer_input_quant
         if self._group is None:
-            return super().prepare(a1, topk_weights, topk_ids, num_experts, expert_map, *how)
-        if apply_router_weight_on_input:  # and not to the result
+            return super().prepare(a1, topk_weights, topk_ids, num_experts, expert_map, *options)
+        if apply_router_weight_on_input:  # instead of the output
             a1, topk_weights = a1 * topk_weights.to(a1.dtype), torch.ones_like(topk_weights)
         scale = None
         if quant_config.quant_dtype is not None and not defer_input_quant:
-            kind = quant_config.per_act_token_quant, quant_config.block_shape
-            a1, scale = moe_kernel_quantize_input(a1, None, quant_config.quant_dtype, *kind)
+            scale_options = quant_config.per_act_token_quant, quant_config.block_shape
+            a1, scale = moe_kernel_quantize_input(
+                a1, None, quant_config.quant_dtype, *scale_options
+            )
         group, sizes = groups.get(self._group), get_forward_context().dp_metadata.local_sizes
         first = sum(tpkernels.shard_sizes(num_experts, group.world)[: group.rank])
-        padding = topk_ids < 0  # of a batch; it stays here, with weight 0
-        room = sum(sizes) * topk_ids.shape[1]
+        padding = topk_ids < 0  # padding of a batch stays on this rank, with weight 0
+        capacity = sum(sizes) * topk_ids.shape[1]
         rows, counts, self._handle = tpkernels.moe_dispatch(
             a1,
             topk_ids.masked_fill(padding, min(first, num_experts - 1)),
@@ -290,13 +304,14 @@ class ExpertParallel(MoEPrepareAndFinalizeNaiveDPEPModular):
             self._group,
             scale_x=scale,
             shard_sizes=sizes,
-            max_rows=room,
+            max_rows=capacity,
         )
-        # By expert, from this rank's first; rows beyond the counts get another rank's.
-        numbers = torch.arange(room, device=rows.device)
-        ids = torch.searchsorted(counts.cumsum(0), numbers, right=True).add_(first)
+        # Rows are sorted by expert, from the first local expert. Rows past the counts get an expert
+        # id of a different rank.
+        row_ids = torch.arange(capacity, device=rows.device)
+        ids = torch.searchsorted(counts.cumsum(0), row_ids, right=True).add_(first)
         ids = ids.remainder_(num_experts).to(topk_ids.dtype).unsqueeze(1)
-        return rows, self._handle.scales, None, ids, topk_weights.new_ones(room, 1)
+        return rows, self._handle.scales, None, ids, topk_weights.new_ones(capacity, 1)
 
     def finalize(
         self, output: torch.Tensor, fused_expert_output: torch.Tensor, *options: Any
@@ -311,12 +326,12 @@ class ExpertParallel(MoEPrepareAndFinalizeNaiveDPEPModular):
 @functools.cache
 def replace_exchange() -> None:
     """Make vLLM use `ExpertParallel` for ``--all2all-backend allgather_reducescatter``."""
-    make_of_vllm = all2all_utils.make_moe_prepare_and_finalize_naive_dp_ep
+    vllm_make = all2all_utils.make_moe_prepare_and_finalize_naive_dp_ep
 
     def make(use_monolithic: bool, *arguments: Any, **options: Any) -> object:
         if not use_monolithic:
             return ExpertParallel(*arguments, **options)
         report("vLLM runs MoE dispatch and combine: its experts do the routing")
-        return make_of_vllm(use_monolithic, *arguments, **options)
+        return vllm_make(use_monolithic, *arguments, **options)
 
     all2all_utils.make_moe_prepare_and_finalize_naive_dp_ep = make

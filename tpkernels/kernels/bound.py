@@ -1,9 +1,9 @@
-"""Launches of a kernel with everything bound but the addresses of tensors.
+"""Kernel launches with all arguments bound except the tensor addresses.
 
-Triton finds what it has compiled by all arguments of a launch, each time: 12 us, AMD EPYC (Zen 5),
-Triton 3.7.1, 2026-11-23. In the calls of one planned call only addresses change, and of these only
-the alignment matters to what is compiled. So a launch goes to the compiled kernel at once if one
-with such alignments has gone through Triton before.
+Triton looks up the compiled kernel by all launch arguments at every launch: 12 us (AMD EPYC Zen 5,
+Triton 3.7.1, 2026-11-23). Repeated calls of a cached plan differ only in the addresses, and only
+the alignment of an address selects the compiled kernel. If Triton has already compiled the kernel
+for the same alignments, a launch calls it directly.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from tpkernels import kernels
 from tpkernels.errors import CaptureError
 from tpkernels.symm import streams
 
-_ALIGNMENT = 16  # bytes, of an address; Triton compiles another kernel where it has less
-_compiling = threading.Lock()  # held where `compile` of a kernel of Triton is replaced
+_ALIGNMENT = 16  # bytes; for less aligned addresses Triton compiles a separate kernel
+_compiling = threading.Lock()  # held while the `compile` method of a Triton kernel is replaced
 
 
 @functools.cache
 def _fix_cache_keys() -> None:
-    """Have Triton compute the cache keys of all functions of this folder, in the same order in
-    every process. Triton (3.6, 3.7) computes a kernel's key when it is first launched, and the key
-    differs if functions that it calls already have theirs: a process that launches kernels in
-    another order would compile them again."""
+    """Compute the Triton cache keys of all functions of this folder in a fixed order.
+
+    Triton (3.6, 3.7) computes the key of a kernel at its first launch. It differs if the callees
+    have keys already. Without a fixed order, the keys would depend on the order of the first
+    launches, and a process with a different order would compile the kernels again."""
     for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
         for value in vars(importlib.import_module(module.name)).values():
             if isinstance(value, JITFunction):
@@ -43,12 +44,12 @@ def _fix_cache_keys() -> None:
 
 
 class BoundKernel:
-    """A kernel on a grid of ``programs`` with everything but its first arguments: tensors, their
-    descriptors or None. Shapes, strides and dtypes must be the same in all launches.
+    """A kernel launch on a grid of ``programs``. A call passes the leading arguments: tensors,
+    descriptors or None. Their shapes, strides and dtypes must be equal in all calls.
 
     Args:
-        args: the kernel's other arguments, in its order.
-        options: of the launch.
+        args: the remaining kernel arguments, in order.
+        options: launch options.
     """
 
     def __init__(
@@ -60,31 +61,31 @@ class BoundKernel:
         self._compiled: dict[int, Any] = {}
 
     def __call__(self, *tensors: Any) -> None:
-        aligned = 1  # one bit per tensor; no comprehension, which would be one more call
+        alignments = 1  # one bit per tensor; no comprehension, to avoid a function call
         for x in tensors:
             if isinstance(x, torch.Tensor):
-                aligned = 2 * aligned + (x.data_ptr() % _ALIGNMENT == 0)
-        launch = self._compiled.get(aligned)
+                alignments = 2 * alignments + (x.data_ptr() % _ALIGNMENT == 0)
+        launch = self._compiled.get(alignments)
         if launch is not None:
             launch(*tensors, *self._args)
             return
         devices = {x.device for x in tensors if isinstance(x, torch.Tensor)}
         captured = any(map(streams.is_captured, devices))
-        with _only_compiled(self._kernel) if captured else contextlib.nullcontext():
+        with _forbid_compilation(self._kernel) if captured else contextlib.nullcontext():
             compiled = self._kernel[self._grid](*tensors, *self._args, **self._options)
-        # It is not under the interpreter. Hooks before a launch are Triton's to call.
+        # The interpreter returns no CompiledKernel. A direct launch would skip pre-run hooks.
         if isinstance(compiled, CompiledKernel) and not self._kernel.pre_run_hooks:
-            self._compiled[aligned] = compiled[self._grid]
+            self._compiled[alignments] = compiled[self._grid]
 
 
 class WithScratch:
-    """A bound kernel that makes descriptors, in the device memory ``scratch``."""
+    """A bound kernel that creates TMA descriptors in the device memory ``scratch``."""
 
     def __init__(self, bound: BoundKernel, scratch: torch.Tensor) -> None:
         self._bound, self._scratch = bound, scratch
 
     def __call__(self, *tensors: Any) -> None:
-        # Triton's allocator is a variable of the context: a caller's own stays as it was.
+        # The Triton allocator is a context variable. The copy protects the allocator of the caller.
         contextvars.copy_context().run(self._launch, *tensors)
 
     def _launch(self, *tensors: Any) -> None:
@@ -101,10 +102,10 @@ class WithScratch:
 
 
 @contextlib.contextmanager
-def _only_compiled(kernel: KernelInterface) -> Iterator[None]:
-    """Has launches of this thread raise ``CaptureError`` where Triton would have to compile: the
-    new kernel would be loaded within the capture, which ends it and with it the group."""
-    if not isinstance(kernel, JITFunction):  # the interpreter's
+def _forbid_compilation(kernel: KernelInterface) -> Iterator[None]:
+    """Raise ``CaptureError`` if a launch of this thread needs compilation. Loading a new kernel
+    during graph capture would invalidate the capture and break the group."""
+    if not isinstance(kernel, JITFunction):  # an interpreted kernel
         yield
         return
     thread = threading.get_ident()

@@ -1,19 +1,21 @@
-"""The matrix product, and the one tile loop that all fused kernels are made of.
+"""The persistent GEMM tile loop that all fused kernels share.
 
-Problem: ``y = a @ b`` with fp32 accumulation, where the rows of ``a`` (and of y) belong to ranks:
-segment r is rows [starts[r], starts[r+1]). No tile crosses the end of a segment.
+Problem: compute ``y = a @ b`` with fp32 accumulation. The rows of ``a`` and ``y`` are divided among
+the ranks: segment r is rows [starts[r], starts[r+1]). No tile crosses a segment boundary.
 
-Algorithm: persistent programs. Tiles are numbered segment by segment and, within a segment, in
-groups of GROUP_M rows of tiles, so that programs that run together share tiles of a and b in L2.
-Program `lane` has the tiles whose number is `lane` modulo `lanes`, the same on all ranks, and
-starts with the segment `lead`.
+Algorithm: persistent programs. Tiles are numbered segment by segment. Within a segment, they are
+ordered in groups of GROUP_M tile rows, so that concurrent programs share tiles of a and b in L2.
+Program `worker` computes the tiles whose number is `worker` modulo `num_workers`. This assignment
+is identical on all ranks. Each program starts with segment `first_segment`.
 
-Hooks: `before(context, owner, tile_m)` runs before the loads of a tile and may wait for its rows;
-`after(context, acc, tile)` takes the fp32 accumulator. `later(context, owner, index)`, for the same
-tile and with the context of `after`, runs when half of the next tile has been multiplied, after the
-last tile at once: what `after` has stored has arrived by then, so a release does not hold up the
-tensor cores. Where other warps multiply than store (`specialize`), it may run at once. Without
-hooks this is a matmul.
+Hooks (without them, the loop is a plain matmul):
+- `prologue(context, owner, tile_m)` runs before the loads of a tile and may wait for its rows.
+- `epilogue(context, acc, tile)` consumes the fp32 accumulator.
+- `deferred_signal(context, owner, index)` signals that the tile is stored. It gets the context of
+  the epilogue. It runs halfway through the K loop of the next tile, and for the last tile right
+  after the epilogue. Halfway, the stores of the epilogue have arrived, so the release does not
+  stall the tensor cores. With warp specialization (`specialize`), separate warps multiply, and the
+  hook may run earlier.
 """
 
 from __future__ import annotations
@@ -26,15 +28,15 @@ import triton
 import triton.language as tl
 
 from tpkernels.kernels.configs import TRITON, MatmulConfig, config_for, contiguous_rows
-from tpkernels.kernels.words import INTERPRETED
+from tpkernels.kernels.signals import INTERPRETED
 from tpkernels.symm.device import DeviceWorkspace
 
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 class MatmulOperands(NamedTuple):
-    """The operands of ``a @ b``. a [M, K] has contiguous rows; b [K, N] has any strides. What TMA
-    loads is a descriptor (`MatmulConfig.operands`)."""
+    """Operands of ``a @ b``: a [M, K] with contiguous rows, b [K, N] with any strides. An operand
+    that TMA loads is a descriptor (`MatmulConfig.operands`)."""
 
     a: tl.tensor | tl.tensor_descriptor
     b: tl.tensor | tl.tensor_descriptor
@@ -46,43 +48,45 @@ class MatmulOperands(NamedTuple):
 
 
 class RowSegments(NamedTuple):
-    """How the M rows of a product are split. It is a launch argument because ``number`` must be
-    known at compile time: Triton makes a runtime value of such a field when a kernel assigns the
-    tuple to a variable."""
+    """Division of the M rows of a matmul into segments.
 
-    # A table: the first row of each segment, and the end of the last; None: all equal.
+    It is a launch argument, because ``number`` must be a compile-time constant. If a kernel built
+    the tuple and assigned it to a variable, Triton would turn the field into a runtime value."""
+
+    # [number + 1]: first row of each segment, then M. None if all segments have equal size.
     starts: torch.Tensor | None
-    rows: int  # of each segment, if all are equal
+    rows: int  # rows per segment, if all segments have equal size
     M: int
     number: tl.constexpr
 
 
-def table_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the sizes whose table of `starts` a kernel reads: none if all are equal. Triton 3.6
-    makes a 1 a constexpr and loses it in a nested tuple, so it gets a table."""
+def table_sizes(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the segment sizes if the kernel needs a `starts` table, or () if all sizes are equal.
+    Triton 3.6 turns a size of 1 into a constexpr and drops it from a nested tuple. That size
+    therefore also needs a table."""
     even = sizes.count(sizes[0]) == len(sizes) and (sizes[0] != 1 or TRITON >= (3, 7))
     return () if even else sizes
 
 
-def segments_of(space: DeviceWorkspace, sizes: tuple[int, ...]) -> RowSegments:
-    """Return the launch argument for segments of ``sizes`` rows."""
-    starts = space.starts(sizes) if table_of(sizes) else None
+def make_segments(space: DeviceWorkspace, sizes: tuple[int, ...]) -> RowSegments:
+    """Create the launch argument for segments of ``sizes`` rows."""
+    starts = space.starts(sizes) if table_sizes(sizes) else None
     return RowSegments(starts, sizes[0], sum(sizes), tl.constexpr(len(sizes)))
 
 
 class Tile(NamedTuple):
-    """Where an accumulator belongs."""
+    """Position of an accumulator in the result."""
 
-    owner: tl.tensor  # the segment
+    owner: tl.tensor  # segment index
     row: tl.tensor
     column: tl.tensor
-    begin: tl.tensor  # rows of the segment
-    end: tl.tensor
+    begin: tl.tensor  # first row of the segment
+    end: tl.tensor  # end row of the segment (exclusive)
 
 
 @triton.jit
-def segment(segments, owner):
-    """Return the first row of a segment, and the row after its last."""
+def segment_rows(segments, owner):
+    """Return the row range [begin, end) of segment ``owner``."""
     if segments.starts is None:
         return owner * segments.rows, (owner + 1) * segments.rows
     else:
@@ -91,21 +95,22 @@ def segment(segments, owner):
 
 @triton.jit
 def tiles_before(segments, N, owner, tiling: tl.constexpr):
-    """Count the tiles of the segments before that of ``owner``; of all, if that is their number."""
+    """Count the tiles of the segments before ``owner``. For ``owner == segments.number``, count all
+    tiles."""
     tiles_n = tl.cdiv(N, tiling.block_n)
     if segments.starts is None:
         return owner * (tl.cdiv(segments.rows, tiling.block_m) * tiles_n)
     else:
         count = 0
         for r in tl.static_range(segments.number):
-            begin, end = segment(segments, r)
+            begin, end = segment_rows(segments, r)
             count += tl.where(r < owner, tl.cdiv(end - begin, tiling.block_m) * tiles_n, 0)
         return count
 
 
 @triton.jit
-def owner_of(segments, N, tile, tiling: tl.constexpr):
-    """Return the segment that a tile is in."""
+def find_owner(segments, N, tile, tiling: tl.constexpr):
+    """Return the segment that contains a tile."""
     if segments.number == 1:
         return 0
     elif segments.starts is None:
@@ -115,15 +120,15 @@ def owner_of(segments, N, tile, tiling: tl.constexpr):
         owner = 0
         count = 0
         for r in tl.static_range(segments.number):
-            begin, end = segment(segments, r)
+            begin, end = segment_rows(segments, r)
             count += tl.cdiv(end - begin, tiling.block_m) * tiles_n
             owner += tl.where(tile >= count, 1, 0)
         return owner
 
 
 @triton.jit
-def position(tile, rows, N, tiling: tl.constexpr):
-    """Return where a tile is in a segment of ``rows`` rows: (tile row, tile column)."""
+def tile_position(tile, rows, N, tiling: tl.constexpr):
+    """Return the (tile row, tile column) of a tile within a segment of ``rows`` rows."""
     tiles_m, tiles_n = tl.cdiv(rows, tiling.block_m), tl.cdiv(N, tiling.block_n)
     first = tile // (tiling.group_m * tiles_n) * tiling.group_m
     height = tl.minimum(tiles_m - first, tiling.group_m)
@@ -132,18 +137,19 @@ def position(tile, rows, N, tiling: tl.constexpr):
 
 
 @triton.jit
-def tile_in_step(segments, N, lane, lanes, skipped, count, step, tiling: tl.constexpr):
-    """Return the tile that program ``lane`` multiplies as number ``step`` of its ``count``:
-    (segment, number in the segment). It begins with tile ``lane + skipped * lanes``."""
-    tile = lane + (skipped + step) % count * lanes
-    owner = owner_of(segments, N, tile, tiling)
+def scheduled_tile(segments, N, worker, num_workers, skipped, count, step, tiling: tl.constexpr):
+    """Return the tile for iteration ``step`` of program ``worker`` as (segment, index within the
+    segment). The program has ``count`` tiles and starts at tile
+    ``worker + skipped * num_workers``."""
+    tile = worker + (skipped + step) % count * num_workers
+    owner = find_owner(segments, N, tile, tiling)
     return owner, tile - tiles_before(segments, N, owner, tiling)
 
 
 @triton.jit
-def tile_at(row, column, row_end, N, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return a tile of a matrix of N columns: (offset of its corner, offsets within it, mask of
-    what is inside the matrix). Only the corner needs 64 bits."""
+def tile_offsets(row, column, row_end, N, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return (offset of the tile corner, offsets within the tile, bounds mask) for a tile of a
+    matrix with N columns. Only the corner offset needs 64 bits."""
     rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     inside = (row + rows < row_end)[:, None] & (column + columns < N)[None, :]
     return row.to(tl.int64) * stride + column, rows[:, None] * stride + columns[None, :], inside
@@ -151,35 +157,36 @@ def tile_at(row, column, row_end, N, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.
 
 @triton.jit
 def matmul_tiles(
-    product, segments, lead, lane, lanes, before: tl.constexpr, before_context, after: tl.constexpr,
-    after_context, tiling: tl.constexpr, later: tl.constexpr = None,
+    operands, segments, first_segment, worker, num_workers, prologue: tl.constexpr,
+    prologue_context, epilogue: tl.constexpr, epilogue_context, tiling: tl.constexpr,
+    deferred_signal: tl.constexpr = None,
 ):  # fmt: skip
-    """Run the tile loop."""
-    a, b, N, K, stride_am, stride_bk, stride_bn = product
+    """Run the tile loop of one program."""
+    a, b, N, K, stride_am, stride_bk, stride_bn = operands
     BLOCK_M: tl.constexpr = tiling.block_m
     BLOCK_N: tl.constexpr = tiling.block_n
     BLOCK_K: tl.constexpr = tiling.block_k
     total = tiles_before(segments, N, segments.number, tiling)
-    count = tl.cdiv(tl.maximum(total - lane, 0), lanes)
-    first = tiles_before(segments, N, lead, tiling)
-    skipped = tl.cdiv(tl.maximum(first - lane, 0), lanes)
+    count = tl.cdiv(tl.maximum(total - worker, 0), num_workers)
+    first = tiles_before(segments, N, first_segment, tiling)
+    skipped = tl.cdiv(tl.maximum(first - worker, 0), num_workers)
     half = K // BLOCK_K // 2 * BLOCK_K
     tl.assume(K > 0)
-    # The loop carries no value from one tile to the next: where the loop over K reads one that is
-    # assigned after it, Triton (3.6 to 3.7) flattens the loops wrongly, and the value is that of
-    # the tile itself from the second step on.
-    # Invariant: no load of a tile overtakes its `before`. Only where there is none, loads of the
-    # next tile are in flight during `after`, or other warps multiply it. Hooks run in the first
-    # num_warps warps.
-    for i in tl.range(0, count, flatten=before is None, warp_specialize=tiling.specialized):
-        owner, index = tile_in_step(segments, N, lane, lanes, skipped, count, i, tiling)
-        begin, end = segment(segments, owner)
-        tile_m, tile_n = position(index, end - begin, N, tiling)
+    # The loop carries no value across tiles. If the K loop read a value that is assigned after it,
+    # Triton 3.6 and 3.7 would flatten the loops incorrectly: from the second step on, the K loop
+    # would see the value of the current tile.
+    # Invariant: no load of a tile overtakes its prologue. Loads of the next tile may be in flight
+    # during the epilogue, and separate warps may multiply the next tile, only if the loop has no
+    # prologue. Hooks run in the first num_warps warps.
+    for i in tl.range(0, count, flatten=prologue is None, warp_specialize=tiling.specialized):
+        owner, index = scheduled_tile(segments, N, worker, num_workers, skipped, count, i, tiling)
+        begin, end = segment_rows(segments, owner)
+        tile_m, tile_n = tile_position(index, end - begin, N, tiling)
         row, column = begin + tile_m * BLOCK_M, tile_n * BLOCK_N
-        corner, x_offsets, x_rows = tile_at(row, 0, end, 1, stride_am, BLOCK_M, 1)
+        corner, x_offsets, x_rows = tile_offsets(row, 0, end, 1, stride_am, BLOCK_M, 1)
         columns = column + tl.arange(0, BLOCK_N)
-        if before is not None:
-            before(before_context, owner, tile_m)
+        if prologue is not None:
+            prologue(prologue_context, owner, tile_m)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, K, BLOCK_K):
             depth = k + tl.arange(0, BLOCK_K)
@@ -203,53 +210,53 @@ def matmul_tiles(
                     mask=(depth < K)[:, None] & (columns < N)[None, :],
                     other=0.0,
                 )
-            if INTERPRETED:  # its dot treats bf16 as integers
+            if INTERPRETED:  # the dot of the interpreter treats bf16 as integers
                 x, y = x.to(tl.float32), y.to(tl.float32)
             acc = tl.dot(x, y, acc, input_precision="ieee")
-            if later is not None:  # noqa: SIM102 - a condition known at compile time and one not
+            if deferred_signal is not None:  # noqa: SIM102 - known at compile time
                 if (k == half) & (i > 0):
-                    stored_owner, stored_index = tile_in_step(
-                        segments, N, lane, lanes, skipped, count, i - 1, tiling
+                    stored_owner, stored_index = scheduled_tile(
+                        segments, N, worker, num_workers, skipped, count, i - 1, tiling
                     )
-                    later(after_context, stored_owner, stored_index)
-        after(after_context, acc, Tile(owner, row, column, begin, end))
-    if later is not None:  # noqa: SIM102 - as above
+                    deferred_signal(epilogue_context, stored_owner, stored_index)
+        epilogue(epilogue_context, acc, Tile(owner, row, column, begin, end))
+    if deferred_signal is not None:  # noqa: SIM102 - as above
         if count > 0:
-            stored_owner, stored_index = tile_in_step(
-                segments, N, lane, lanes, skipped, count, count - 1, tiling
+            stored_owner, stored_index = scheduled_tile(
+                segments, N, worker, num_workers, skipped, count, count - 1, tiling
             )
-            later(after_context, stored_owner, stored_index)
+            deferred_signal(epilogue_context, stored_owner, stored_index)
 
 
-# An accumulator is converted, and goes through shared memory, in parts of so many columns. So an
-# epilogue needs the registers and the shared memory of one part more than the loop over K does: the
-# loads of the next tile have room beside it, and nothing spills, whatever dtype is stored.
-PART = tl.constexpr(64)
+# Columns per accumulator slice. The epilogue converts an accumulator slice by slice, through shared
+# memory. It needs the registers and shared memory of one slice in addition to the K loop. That
+# leaves space for the loads of the next tile and avoids spills for every stored dtype.
+SLICE_COLUMNS = tl.constexpr(64)
 
 
 @triton.jit
-def column_parts(acc):
-    """Split ``acc`` into a tuple of parts of at most PART columns, from left to right."""
-    if acc.shape[1] <= PART:
+def column_slices(acc):
+    """Split ``acc`` into a tuple of slices of at most SLICE_COLUMNS columns, from left to right."""
+    if acc.shape[1] <= SLICE_COLUMNS:
         return (acc,)
     else:
         halves = acc.reshape(acc.shape[0], 2, acc.shape[1] // 2).permute(0, 2, 1)
         left, right = halves.split()
-        return column_parts(left) + column_parts(right)
+        return column_slices(left) + column_slices(right)
 
 
 @triton.jit
 def rounded(acc, dtype: tl.constexpr):
     """Convert ``acc`` to ``dtype``, rounded to nearest even."""
-    if INTERPRETED and dtype == tl.bfloat16:  # the interpreter's cast truncates
+    if INTERPRETED and dtype == tl.bfloat16:  # the cast of the interpreter truncates
         bits = acc.to(tl.int32, bitcast=True)
         acc = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
     return acc.to(dtype)
 
 
 @triton.jit
-def epilogue(acc, bias, residual, column, N, inside):
-    """Add ``acc + bias + residual`` in fp32; ``residual`` points at the tile's elements."""
+def add_bias_and_residual(acc, bias, residual, column, N, inside):
+    """Return ``acc + bias + residual`` in fp32. ``residual``: pointers to the tile elements."""
     if bias is not None:
         columns = column + tl.arange(0, acc.shape[1])
         acc += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
@@ -259,7 +266,7 @@ def epilogue(acc, bias, residual, column, N, inside):
 
 
 class Result(NamedTuple):
-    """The context of `store_result`."""
+    """Context of the `store_result` epilogue."""
 
     out: tl.tensor
     bias: tl.tensor | None
@@ -268,28 +275,28 @@ class Result(NamedTuple):
 
 @triton.jit
 def store_result(context, acc, tile):
-    """Add the bias and round once: the `after` hook where a tile is the result."""
+    """Epilogue of a plain matmul: add the bias, round once and store the tile."""
     N, out = context.N, context.out
-    parts = column_parts(acc)
-    for i in tl.static_range(len(parts)):
-        part = parts[i]
-        column = tile.column + i * part.shape[1]
-        corner, offsets, inside = tile_at(
-            tile.row, column, tile.end, N, N, part.shape[0], part.shape[1]
+    slices = column_slices(acc)
+    for i in tl.static_range(len(slices)):
+        acc_slice = slices[i]
+        column = tile.column + i * acc_slice.shape[1]
+        corner, offsets, inside = tile_offsets(
+            tile.row, column, tile.end, N, N, acc_slice.shape[0], acc_slice.shape[1]
         )
-        part = epilogue(part, context.bias, None, column, N, inside)
-        tl.store(out + corner + offsets, rounded(part, out.dtype.element_ty), mask=inside)
+        acc_slice = add_bias_and_residual(acc_slice, context.bias, None, column, N, inside)
+        tl.store(out + corner + offsets, rounded(acc_slice, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def matmul_kernel(
-    a, b, bias, out, M, N, K, stride_am, stride_bk, stride_bn, before: tl.constexpr,
+    a, b, bias, out, M, N, K, stride_am, stride_bk, stride_bn, prologue: tl.constexpr,
     tiling: tl.constexpr,
 ):  # fmt: skip
     """Compute ``out = round(a @ b + bias)``."""
     matmul_tiles(
         MatmulOperands(a, b, N, K, stride_am, stride_bk, stride_bn), RowSegments(None, M, M, 1), 0,
-        tl.program_id(0), tl.num_programs(0), before, None, store_result, Result(out, bias, N),
+        tl.program_id(0), tl.num_programs(0), prologue, None, store_result, Result(out, bias, N),
         tiling,
     )  # fmt: skip
 
@@ -302,7 +309,7 @@ def matmul(
     *,
     config: MatmulConfig | None = None,
 ) -> torch.Tensor:
-    """Return ``round(a @ b + bias)``, summed in fp32. a [M, K], b [K, N] of any strides."""
+    """Return ``round(a @ b + bias)`` with fp32 accumulation: a [M, K], b [K, N], any strides."""
     out = torch.empty(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype, device=a.device)
     bind_matmul(config or config_for(a.device, a.dtype, *out.shape), a, b, out.dtype)(
         a, b, bias, out
@@ -313,8 +320,8 @@ def matmul(
 def bind_matmul(
     config: MatmulConfig, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype
 ) -> Callable[..., None]:
-    """Return a launch of ``out = round(a @ b + bias)`` for tensors like a [M, K] and b [K, N]. It
-    takes a, b, bias and out."""
+    """Return a function that launches ``out = round(a @ b + bias)``. Its arguments are
+    (a, b, bias, out), with the shapes, dtypes and strides of ``a`` [M, K] and ``b`` [K, N]."""
     a, (m, k), n = contiguous_rows(a), a.shape, b.shape[1]
     if m == 0:
         return lambda *_: None

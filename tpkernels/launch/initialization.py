@@ -1,4 +1,4 @@
-"""`tpkernels.init`: what a group is set up with."""
+"""`tpkernels.init`: explicit setup of a group."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from tpkernels import qualification
 from tpkernels.common import defaults
-from tpkernels.groups import GroupLike, named_or_default
+from tpkernels.groups import GroupLike, get_or_default
 from tpkernels.planning.problem import NUMERICS
 
 
@@ -18,55 +18,59 @@ def init(
     numerics: str | None = None,
     qualify: bool = False,
 ) -> None:
-    """Set a group up for the ops. Optional: the first op does it with the defaults. Collective.
+    """Set up a group for the ops. Optional: the first op sets it up with the defaults. Collective.
 
     Args:
-        group: the process group; None for the default one.
-        timeout: seconds that one wait for a peer may take before ``CollectiveTimeoutError``, which
-            breaks the group. Choose it longer than any pause in which one rank works alone while
-            the others wait in an op, such as writing a checkpoint on rank 0. By default 30 s on
-            CPUs, and on GPUs the timeout of the process group, which torch sets to 10 minutes for
-            NCCL: a queued kernel must outwait what the ranks' hosts do meanwhile.
-        workspace_bytes: what each of the two data buffers that a rank shares may grow to; default
-            64 MiB. They start at 1 MiB and grow when a call can use more. Larger calls run in
-            several steps; not on GPUs, where buffers grow to what a call needs. If a rank lacks the
-            memory there, ``auto`` takes `unfused`, a named algorithm raises
-            ``WorkspaceMemoryError`` on all ranks, and the group can go on.
-        autotune: None: ``algorithm="auto"`` follows rules and the times of `tpkernels tune`. On
-            GPUs it also times each problem when it is first met, over the algorithms that
-            `tpkernels qualify` has found right there; it takes torch's calls if that has not run.
-            True: it times each new problem on CPUs, too (`autotune`). False: it times nothing.
-        numerics: how reductions of CUDA tensors sum. "ordered": in fp32, in rank order, rounded
-            once; the sum of given partials is bitwise identical in every run and for every
-            algorithm. "vendor": `unfused` leaves the sum to NCCL, which adds in the wire dtype in
-            any order, and `multimem` to the switch; all other algorithms sum in order. None follows
-            torch: "ordered" under ``torch.use_deterministic_algorithms(True)``, else "vendor". CPU
-            tensors, and CUDA tensors on gloo, are always summed in order; they accept "vendor",
-            so one program runs on both.
+        group: the process group; None for the default process group.
+        timeout: limit in seconds for one wait for a peer. After it, the op raises
+            ``CollectiveTimeoutError`` and the group is broken. Choose a limit longer than any pause
+            during which peers wait in an op, such as rank 0 writing a checkpoint. The default is
+            30 s on CPUs. On GPUs it is the timeout of the process group, 10 minutes for NCCL,
+            because a queued kernel also waits for the hosts of its peers.
+        workspace_bytes: limit for each of the two shared data buffers of a rank; default 64 MiB.
+            The buffers start at 1 MiB and grow on demand. On CPUs, larger calls run in several
+            steps. On GPUs, the buffers grow to the size of the call. If a rank does not have that
+            memory, ``auto`` falls back to `unfused`, and a named algorithm raises
+            ``WorkspaceMemoryError`` on all ranks. The group remains usable.
+        autotune: whether ``algorithm="auto"`` times new problems.
+            None: on CPUs it uses rules and the times of `tpkernels tune`. On GPUs it also times
+            each problem at its first call, over the algorithms that `tpkernels qualify` qualified.
+            Without a report it uses the torch calls.
+            True: it also times each new problem on CPUs (`autotune`).
+            False: it never times problems.
+        numerics: summation in reductions of CUDA tensors.
+            "ordered": in fp32, in rank order, rounded once. The sum of given partials is bitwise
+            identical across runs and algorithms.
+            "vendor": `unfused` uses NCCL, which adds in the wire dtype in any order, and `multimem`
+            uses the NVLink switch. All other algorithms sum in order.
+            None: "ordered" under ``torch.use_deterministic_algorithms(True)``, else "vendor".
+            CPU tensors, and CUDA tensors on gloo, are always summed in order. "vendor" is accepted
+            there, so the same program runs on both.
         qualify: on GPUs without a qualification report, run `qualify` now, for at most a minute.
-            Has no effect if ranks see no GPU or share no memory. All ranks pass the same value.
+            No effect if the ranks see no GPU or do not share memory. Pass the same value on all
+            ranks.
 
     Raises:
-        ValueError: an argument is out of range, differs between ranks, or the group is in use with
-            others.
-        MemoryError: the shared memory does not fit.
-        RuntimeError: nothing could be qualified, or a CUDA graph is being captured.
+        ValueError: an argument is out of range, differs between ranks, or differs from the settings
+            of a group in use.
+        MemoryError: the shared memory is not available.
+        RuntimeError: no algorithm could be qualified, or a CUDA graph is being captured.
     """
-    if timeout is not None and not 0 < timeout <= defaults.LONGEST_TIMEOUT:
+    if timeout is not None and not 0 < timeout <= defaults.MAX_TIMEOUT:
         raise ValueError(f"timeout must be in (0, 86400] seconds, not {timeout}")
     nbytes = defaults.WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
     if nbytes < 1 << 16:
         raise ValueError(f"workspace_bytes must be at least 65536, not {nbytes}")
-    if nbytes > 1 << 56:  # sizes of whole arenas must fit 64 bits
+    if nbytes > 1 << 56:  # the size of an arena must fit in 64 bits
         raise ValueError(f"workspace_bytes must be at most {1 << 56}, not {nbytes}")
     if numerics not in (None, *NUMERICS):
         raise ValueError(f"numerics is {numerics!r}; it can be 'vendor', 'ordered' or None")
     if autotune not in (None, True, False):
         raise ValueError(f"autotune is {autotune!r}; it can be True, False or None")
-    found = named_or_default(group)
-    found.init(None if timeout is None else float(timeout), int(nbytes), autotune, numerics)
-    if qualify and found.world > 1 and found.shared_memory:
-        gpus = found.exchange_in_turn("GPU check", torch.cuda.is_available(), "cpu")
+    target = get_or_default(group)
+    target.init(None if timeout is None else float(timeout), int(nbytes), autotune, numerics)
+    if qualify and target.world > 1 and target.shared_memory:
+        gpus = target.lock_and_exchange("GPU check", torch.cuda.is_available(), "cpu")
         if all(gpus):
             qualification.qualify(group)
-    found.warn()
+    target.warn()

@@ -1,17 +1,18 @@
-"""Ranks on this machine: processes that run functions, and methods of an object that each holds.
+"""Ranks on this machine: processes that run functions, and methods of an object per rank.
 
-Problem: working with real process groups requires ranks that start fast, carry tensors, cost
-nothing while idle, report failures (an exception, a death, a hang) and never outlive the parent.
+Problem: tools and tests need ranks that form real process groups. The ranks must start fast, accept
+and return tensors, use no CPU while idle, report failures (exceptions, deaths, hangs), and never
+outlive the parent.
 
 Algorithm: a fork server imports torch once, and every rank is forked from it. The parent hosts the
-``TCPStore`` and has no rank. A `Job` is a message to all ranks and one last reply of each
-(`tpkernels.launch.worker`), through a pair of sockets for each rank (`tpkernels.launch.messages`).
-The parent sends and waits for replies in slices, and looks for dead ranks in between.
+``TCPStore`` and is not a rank. A `Job` is a message to all ranks and one last reply of each rank
+(`tpkernels.launch.worker`), through a socket pair per rank (`tpkernels.launch.messages`). The
+parent sends and receives with a short timeout, and checks for dead ranks between attempts.
 
-Lifetime: each rank leads its own process group, so a Ctrl-C in the terminal reaches only the
-parent, and killing a rank also kills the processes it started. However the parent dies, the kernel
-kills the ranks (`worker.die_with_parent`). Closing asks idle ranks to leave, within a time limit,
-and kills all others.
+Lifetime: each rank leads a process group of the operating system. A Ctrl-C in the terminal
+therefore reaches only the parent, and killing a rank also kills the processes it started. If the
+parent dies for any reason, the kernel kills the ranks (`worker.die_with_parent`). Closing asks idle
+ranks to exit within a time limit, and kills all other ranks.
 """
 
 from __future__ import annotations
@@ -41,28 +42,28 @@ import torch.distributed as dist
 from tpkernels.launch import messages, worker
 from tpkernels.launch.messages import Message
 
-TIMEOUT = 300.0  # s, for a call
-STREAM_AHEAD = 8  # steps that ranks may be ahead of the consumer of a stream
-GRACE_SECONDS = 5.0  # for the other ranks to report after the first error
-LOST_GRACE_SECONDS = 0.2  # for the other ranks to report after one was lost in a call
+TIMEOUT = 300.0  # default limit for a call, in seconds
+STREAM_AHEAD = 8  # maximum steps of the ranks ahead of the consumer of a stream
+GRACE_SECONDS = 5.0  # time for the remaining ranks to report after the first error
+LOST_GRACE_SECONDS = 0.2  # time for the remaining ranks to report after a rank died in a call
 _PRELOAD = ["torch", "torch.distributed", "tpkernels.launch.worker"]
-_SLICE_S = 0.1  # between two looks at the ranks
-_MESSAGE_S = 1.0  # for the rest of a reply that has begun to arrive
-_REAP_S = 5.0  # from a rank's death to its exit code, through the fork server
-_starting = threading.RLock()  # what a start changes in the process for a moment
+_POLL_SECONDS = 0.1  # interval between checks for dead ranks
+_MESSAGE_SECONDS = 1.0  # limit for the rest of a partially received reply
+_REAP_SECONDS = 5.0  # limit from the death of a rank to its exit code from the fork server
+_start_lock = threading.RLock()  # guards process state that a start changes temporarily
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one job on one rank."""
+    """The outcome of a job on one rank."""
 
     rank: int
     value: Any = None
     error: str | None = None  #: the traceback, as text
-    error_type: str | None = None  #: the exception's class name
-    exitcode: int | None = None  #: of a rank that died; negative: the signal
-    timed_out: bool = False  #: no answer by the deadline
-    seconds: float = 0.0  #: run time; after a death or timeout, since the job was sent
+    error_type: str | None = None  #: class name of the exception
+    exitcode: int | None = None  #: exit code of a rank that died; negative for a signal
+    timed_out: bool = False  #: no reply by the deadline
+    seconds: float = 0.0  #: run time; after a death or timeout, the time since the job was sent
 
     @property
     def ok(self) -> bool:
@@ -71,33 +72,34 @@ class Outcome:
 
 
 class RankError(RuntimeError):
-    """A job failed on some ranks; the message contains the traceback of each, once if equal."""
+    """A job failed on some ranks. The message contains the tracebacks, equal tracebacks once."""
 
     def __init__(self, message: str, outcomes: Sequence[Outcome]) -> None:
         super().__init__(message)
         self.outcomes = list(outcomes)
 
 
-class _GiveUp(Exception):
-    """A transfer ended early: time is up, or a rank was lost. The job has recorded which."""
+class _TransferAborted(Exception):
+    """A transfer was aborted, at the deadline or because a rank died. A death is recorded in the
+    job."""
 
 
 class Job:
-    """A call, a stream or a function under way.
+    """A running call, stream or function.
 
     Args:
-        grace: seconds for the other ranks to report after the first error, and after a rank was
-            lost; by default `GRACE_SECONDS` and `LOST_GRACE_SECONDS`.
+        grace: seconds for the remaining ranks to report after the first error, and after the death
+            of a rank; by default `GRACE_SECONDS` and `LOST_GRACE_SECONDS`.
     """
 
     def __init__(
-        self, what: str, world: int, timeout: float, grace: tuple[float, float] | None = None
+        self, name: str, world: int, timeout: float, grace: tuple[float, float] | None = None
     ) -> None:
-        self.what = what
+        self.name = name
         self._grace = grace or (GRACE_SECONDS, LOST_GRACE_SECONDS)
         self._outcomes: dict[int, Outcome] = {}
-        self.pending = set(range(world))  # ranks that have not given their last reply
-        self.lost = False  # a rank ended without it
+        self.pending = set(range(world))  # ranks without a last reply
+        self.lost = False  # whether a rank died without a last reply
         self._begin = time.monotonic()
         self.deadline = self._begin + timeout
 
@@ -106,7 +108,8 @@ class Job:
         return any(not outcome.ok for outcome in self._outcomes.values())
 
     def record(self, outcome: Outcome) -> None:
-        """Record the last reply of a rank, or its end without one; a failure starts a grace."""
+        """Record the last reply of a rank or its death. A failure shortens the deadline to the
+        grace time."""
         self._outcomes[outcome.rank] = outcome
         self.pending.discard(outcome.rank)
         dead = outcome.exitcode is not None
@@ -114,26 +117,26 @@ class Job:
         if not outcome.ok:
             self.deadline = min(self.deadline, time.monotonic() + self._grace[dead])
 
-    def without_reply(self, rank: int, **cause: Any) -> Outcome:
-        """Return the outcome of a rank that has given no last reply."""
+    def missing_reply(self, rank: int, **cause: Any) -> Outcome:
+        """Return the outcome of a rank without a last reply."""
         return Outcome(rank, seconds=time.monotonic() - self._begin, **cause)
 
-    def by_rank(self) -> list[Outcome]:
-        """Return all outcomes; ranks that have not answered have timed out."""
-        late = {rank: self.without_reply(rank, timed_out=True) for rank in self.pending}
+    def all_outcomes(self) -> list[Outcome]:
+        """Return the outcomes by rank. Pending ranks are reported as timed out."""
+        late = {rank: self.missing_reply(rank, timed_out=True) for rank in self.pending}
         return [outcome for _, outcome in sorted((self._outcomes | late).items())]
 
 
 @contextlib.contextmanager
-def _without_main_script() -> Iterator[None]:
-    """Start processes that do not import the main script."""
+def _skip_main_script() -> Iterator[None]:
+    """Configure multiprocessing to start processes that do not import the main script."""
     prepare = spawn.get_preparation_data
 
-    def without_main(name: str) -> dict[str, Any]:
+    def get_data(name: str) -> dict[str, Any]:
         data = prepare(name).items()
         return {key: value for key, value in data if not key.startswith("init_main_from_")}
 
-    spawn.get_preparation_data = without_main
+    spawn.get_preparation_data = get_data
     try:
         yield
     finally:
@@ -141,24 +144,29 @@ def _without_main_script() -> Iterator[None]:
 
 
 class Ranks:
-    """An executor: ``world`` processes that form the default process group, run functions (`run`)
-    and, given a ``factory``, hold an object each (`call`, `stream`).
+    """An executor of ``world`` rank processes that form the default process group.
+
+    The ranks run functions (`run`). With a ``factory``, each rank also has an object whose methods
+    can be called (`call`, `stream`).
 
     Args:
         world: number of ranks, at least 1.
-        factory: makes the object on each rank; it and its arguments are pickled, as `run` does.
-        args, kwargs: of the factory.
-        backend: for ``init_process_group``. With NCCL, rank r uses device r modulo their count.
+        factory: creates the object on each rank. The factory and its arguments are pickled, as in
+            `run`.
+        args, kwargs: arguments of the factory.
+        backend: backend for ``init_process_group``. With NCCL, rank r uses device r modulo the
+            number of devices.
         threads: intra-op threads of each rank (torch, OpenMP).
-        env: added to the environment of the ranks, which is otherwise a copy of the parent's. It is
-            set after torch is imported, so it does not affect what torch reads on import.
-        timeout: seconds for the factory, and for a call or function that has no other.
-        start_timeout: seconds within which all ranks must join the group.
-        lost_grace: seconds that the other ranks have in `run` to report after one has died.
-        shared: an object that may hold descriptors, pickled by multiprocessing as the ranks start.
-            Every function gets it as the keyword ``shared``.
-        import_main: whether the ranks import the main script. What it defines can only then be
-            called there.
+        env: variables to add to the environment of the ranks, which is a copy of the environment of
+            the parent. They are set after torch is imported, so variables that torch reads at
+            import have no effect.
+        timeout: seconds for the factory, and the default for calls and functions.
+        start_timeout: seconds until all ranks must have joined the group.
+        lost_grace: seconds for the remaining ranks to report in `run` after the death of a rank.
+        shared: an object that may contain file descriptors, pickled by multiprocessing when the
+            ranks start. Every function gets it as the keyword ``shared``.
+        import_main: whether the ranks import the main script. Required to call functions that the
+            main script defines.
 
     Raises:
         RankError: a rank did not start, or the factory failed.
@@ -184,20 +192,20 @@ class Ranks:
         if env and "OMP_NUM_THREADS" in env:
             raise ValueError(f"pass threads={env['OMP_NUM_THREADS']}, not OMP_NUM_THREADS in env")
         self.world = world
-        self._timeout, self._lost_grace = _checked_timeout(timeout), lost_grace
+        self._timeout, self._lost_grace = _check_timeout(timeout), lost_grace
         self._methods: frozenset[str] = frozenset()
-        self._why_closed: str | None = None
+        self._close_reason: str | None = None
         self._pid = os.getpid()
-        self._turn = threading.Lock()  # held during a call, and while a stream is open
-        self._streaming: int | None = None  # the thread that opened the stream
-        make = [] if factory is None else _request("make", factory, args, kwargs)
-        self.exitcodes: list[int | None] = []  #: of the ranks, once they are closed
+        self._lock = threading.Lock()  # held during a call and while a stream is open
+        self._streaming: int | None = None  # id of the thread that opened the stream
+        request = [] if factory is None else _request("make", factory, args, kwargs)
+        self.exitcodes: list[int | None] = []  #: exit codes by rank, after `close`
         self._processes: list[ForkServerProcess] = []
         self._pipes: list[socket.socket] = []
         self._processes_lock = threading.Lock()  # process objects are not thread-safe
         self._store = loopback_store()
-        # All ranks are on this machine: use loopback, whatever the host name resolves to.
-        with _starting:
+        # All ranks are on this machine, so use loopback instead of the address of the host name.
+        with _start_lock:
             environ = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **(env or {})}
         environ["OMP_NUM_THREADS"] = str(threads)
         self._job = Job("start", world, start_timeout)
@@ -214,58 +222,63 @@ class Ranks:
             self.close()
             raise
         if factory is not None:
-            with self._my_turn(self._timeout):
-                job = Job(_name_of(factory), world, self._timeout)
-                made = self._run(job, make, close_on_error=True)
-            self._methods = frozenset.intersection(*(frozenset(outcome.value) for outcome in made))
+            with self._locked(self._timeout):
+                job = Job(_function_name(factory), world, self._timeout)
+                outcomes = self._run(job, request, close_on_error=True)
+            self._methods = frozenset.intersection(
+                *(frozenset(outcome.value) for outcome in outcomes)
+            )
 
     def run(
         self, function: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> list[Any]:
         """Call ``function(*args, **kwargs)`` on every rank, and return the results by rank.
 
-        Functions and arguments are pickled, functions by reference: they must be importable in the
-        ranks, which adopt the parent's ``sys.path`` with every call.
+        Functions and arguments are pickled, functions by reference, so functions must be importable
+        on the ranks. With every call the ranks adopt the ``sys.path`` of the parent.
+
+        Args:
+            timeout: seconds for the call on all ranks; by default the timeout of the executor.
 
         Raises:
-            RankError: it raised, a rank died, or one took longer than ``timeout`` seconds. The
-                executor is then closed, since the ranks' collectives may be out of step.
+            RankError: the function raised, a rank died, or a rank did not return in time. The
+                executor is then closed, because the ranks may be in different collectives.
         """
-        timeout = self._timeout if timeout is None else _checked_timeout(timeout)
+        timeout = self._timeout if timeout is None else _check_timeout(timeout)
         message = _request("run", function, args, kwargs)
-        with self._my_turn(timeout):
+        with self._locked(timeout):
             job = self._job = Job(
-                _name_of(function), self.world, timeout, (GRACE_SECONDS, self._lost_grace)
+                _function_name(function), self.world, timeout, (GRACE_SECONDS, self._lost_grace)
             )
             outcomes = self._run(job, message, close_on_error=True)
         return [outcome.value for outcome in outcomes]
 
     def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Start ``function(*args, **kwargs)`` on every rank and return at once.
+        """Start ``function(*args, **kwargs)`` on every rank and return immediately.
 
-        Ranks that have died are skipped; `collect` reports them.
+        Dead ranks are skipped; `collect` reports them.
         """
         message = _request("run", function, args, kwargs)
-        with self._my_turn(self._timeout):
+        with self._locked(self._timeout):
             self._job = Job("submit", self.world, self._timeout, (math.inf, math.inf))
             try:
                 self._send(self._job, message)
-            except _GiveUp:
+            except _TransferAborted:
                 self._finish(self._job)
 
     def collect(self, timeout: float) -> list[Outcome]:
-        """Wait for the outcomes of the last `submit`, in rank order. Failed ones do not raise.
+        """Return the outcomes of the last `submit`, in rank order. Failed outcomes do not raise.
 
-        Ranks that do not answer within ``timeout`` seconds are reported as timed out and keep
-        running: a later call waits for them again, and closing kills them.
+        Ranks that do not reply within ``timeout`` seconds are reported as timed out and keep
+        running. A later call of `collect` waits for them again, and `close` kills them.
         """
-        with self._my_turn(self._timeout, busy=True):
+        with self._locked(self._timeout, busy=True):
             self._job.deadline = time.monotonic() + timeout
             try:
                 self._drain(self._job)
-            except _GiveUp:
+            except _TransferAborted:
                 self._close("a rank stopped while it was sending its result")
-            return self._job.by_rank()
+            return self._job.all_outcomes()
 
     def call(
         self,
@@ -277,25 +290,25 @@ class Ranks:
     ) -> Any:
         """Call a method on every rank, and return the results by rank.
 
-        Arguments and results are pickled, and arrive as copies. A call of another thread waits for
-        its turn.
+        Arguments and results are pickled, so they are copies. Calls of different threads run one
+        after another.
 
         Args:
-            timeout: seconds for the call on all ranks; by default the executor's.
-            rank: if given, only this rank's result is sent and returned.
+            timeout: seconds for the call on all ranks; by default the timeout of the executor.
+            rank: if not None, return only the result of this rank.
 
         Raises:
-            AttributeError: there is no such public method. Nothing was sent.
-            TypeError: an argument cannot be sent. Nothing was sent.
-            TimeoutError: calls of other threads took all the time. Nothing was sent.
-            RankError: the method raised, a rank died, or it took too long. The executor stays open
-                if every rank has answered, and is closed otherwise. Groups whose collectives the
-                method left on some ranks only may be broken even if it stays open.
+            AttributeError: the object has no such public method. The method was not called.
+            TypeError: an argument cannot be pickled. The method was not called.
+            TimeoutError: calls of different threads used up the timeout. The method was not called.
+            RankError: the method raised, a rank died, or the call timed out. If every rank has
+                replied, the executor stays open; otherwise it is closed. If the method left a
+                collective on some ranks only, the process group may be broken in both cases.
         """
-        timeout = self._timeout if timeout is None else _checked_timeout(timeout)
+        timeout = self._timeout if timeout is None else _check_timeout(timeout)
         self._check(method, rank)
         message = _request("call", method, args, kwargs, rank)
-        with self._my_turn(timeout):
+        with self._locked(timeout):
             outcomes = self._run(Job(method, self.world, timeout), message)
         return outcomes[rank].value if rank is not None else [outcome.value for outcome in outcomes]
 
@@ -307,45 +320,47 @@ class Ranks:
         rank: int = 0,
         **kwargs: Any,
     ) -> Iterator[Any]:
-        """Run a generator method on every rank, and yield what it yields on ``rank``.
+        """Run a generator method on every rank, and yield the items of ``rank``.
 
-        It starts when the first item is asked for, and must yield equally often on every rank. The
-        ranks run at most `STREAM_AHEAD` steps ahead of the consumer. Closing the iterator ends the
-        generators on all ranks after the same step, at most `STREAM_AHEAD` steps later. Until it is
-        exhausted or closed, other calls wait, and those of the same thread are refused.
+        The method starts with the first ``next``. It must yield the same number of items on every
+        rank. The ranks run at most `STREAM_AHEAD` steps ahead of the consumer. Closing the iterator
+        ends the generators on all ranks after the same step, at most `STREAM_AHEAD` steps later.
+        Until the iterator is exhausted or closed, calls of different threads wait, and calls of the
+        same thread are refused.
 
         Args:
-            timeout: seconds for each item; by default the executor's.
+            timeout: seconds per item; by default the timeout of the executor.
+            rank: the rank whose items are yielded.
 
         Raises:
-            AttributeError, TypeError, TimeoutError, RankError: as `call` does.
+            AttributeError, TypeError, TimeoutError, RankError: see `call`.
         """
-        timeout = self._timeout if timeout is None else _checked_timeout(timeout)
+        timeout = self._timeout if timeout is None else _check_timeout(timeout)
         self._check(method, rank)
         message = _request("stream", method, args, kwargs, rank, STREAM_AHEAD)
         return self._items(method, message, rank, timeout)
 
     @property
     def pids(self) -> list[int]:
-        """Return process ids by rank."""
+        """Return the process ids by rank."""
         return [process.pid for process in self._processes if process.pid is not None]
 
     @property
     def healthy(self) -> bool:
-        """Return whether this is open, every rank is alive, and none is at work on what was
-        submitted. Any thread may ask, at any time."""
+        """Return whether the executor is open, every rank is alive, and no rank runs a submitted
+        function. Callable from any thread at any time."""
         with self._processes_lock:
             alive = all(process.exitcode is None for process in self._processes)
-            return self._why_closed is None and alive and not self._job.pending
+            return self._close_reason is None and alive and not self._job.pending
 
     def describe(self, failed: Iterable[Outcome], stacks: bool = True) -> list[str]:
-        """Return what went wrong on each rank, for an error's message.
+        """Return a description of each failed outcome for error messages.
 
         Args:
-            stacks: show where ranks are that did not answer.
+            stacks: include the Python stacks of ranks that did not reply.
         """
-        parts: list[str] = []
-        first: dict[str, int] = {}  # the rank that has shown a traceback
+        lines: list[str] = []
+        first: dict[str, int] = {}  # first rank with each traceback
         for outcome in failed:
             rank, process, code = outcome.rank, self._processes[outcome.rank], outcome.exitcode or 0
             if outcome.error is not None:
@@ -358,12 +373,12 @@ class Ranks:
                 )
             elif stacks:
                 assert process.pid is not None
-                cause = f"no response: {_whereabouts(process.pid)}"
+                cause = f"no response: {_describe_hang(process.pid)}"
             else:
-                parts.append(f"rank {rank}: no response")
+                lines.append(f"rank {rank}: no response")
                 continue
-            parts.append(f"rank {rank} (pid {process.pid}), after {outcome.seconds:.1f} s: {cause}")
-        return parts
+            lines.append(f"rank {rank} (pid {process.pid}), after {outcome.seconds:.1f} s: {cause}")
+        return lines
 
     def close(self) -> None:
         """End the rank processes. Idempotent; does nothing in a forked child."""
@@ -375,39 +390,39 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Jobs. All but the first run within `_my_turn`.
+    # Jobs. All jobs except the first hold the lock (`_locked`).
 
     def _run(self, job: Job, message: Message, close_on_error: bool = False) -> list[Outcome]:
-        with contextlib.suppress(_GiveUp):
+        with contextlib.suppress(_TransferAborted):
             self._send(job, message)
             self._drain(job)
         return self._finish(job, close_on_error)
 
-    def _items(self, what: str, message: Message, rank: int, timeout: float) -> Iterator[Any]:
+    def _items(self, name: str, message: Message, rank: int, timeout: float) -> Iterator[Any]:
         half = STREAM_AHEAD // 2
-        with self._my_turn(timeout):
+        with self._locked(timeout):
             self._streaming = threading.get_ident()
-            job, taken = Job(what, self.world, timeout), 0
+            job, consumed = Job(name, self.world, timeout), 0
             try:
-                with contextlib.suppress(_GiveUp):
+                with contextlib.suppress(_TransferAborted):
                     self._send(job, message)
                     for kind, outcome in self._replies(job):
                         if kind != "item":
                             if outcome.rank != rank and not job.failed:
-                                continue  # items may be on their way
+                                continue  # items of `rank` may still arrive
                             self._stop(job)
                             break
                         yield outcome.value
                         self._check_open()
                         job.deadline = time.monotonic() + timeout
-                        taken += 1
-                        if taken % half == 0:
+                        consumed += 1
+                        if consumed % half == 0:
                             self._send(job, messages.encode(("more", half)))
                 self._finish(job)
             except GeneratorExit:
-                if self._why_closed is None:
+                if self._close_reason is None:
                     job.deadline = time.monotonic() + timeout
-                    with contextlib.suppress(_GiveUp):
+                    with contextlib.suppress(_TransferAborted):
                         self._stop(job)
                     self._finish(job)
                 raise
@@ -420,45 +435,47 @@ class Ranks:
             self._drain(job)
 
     def _drain(self, job: Job) -> None:
-        """Wait for the last replies."""
+        """Wait for the last reply of every rank."""
         for _ in self._replies(job):
             pass
 
     def _finish(self, job: Job, close_on_error: bool = False) -> list[Outcome]:
-        """Return the outcomes by rank. Raise if a rank failed, and close if one did not answer."""
-        outcomes = job.by_rank()
+        """Return the outcomes by rank. Raises ``RankError`` if a rank failed, and closes the
+        executor if a rank did not reply."""
+        outcomes = job.all_outcomes()
         failed = [outcome for outcome in outcomes if not outcome.ok]
         if not failed:
             return outcomes
-        parts = [f"{job.what} failed on {len(failed)} of {self.world} ranks"]
-        parts += self.describe(failed, stacks=not job.lost)  # a dead rank is cause enough
+        sections = [f"{job.name} failed on {len(failed)} of {self.world} ranks"]
+        sections += self.describe(failed, stacks=not job.lost)  # a death explains missing replies
         if job.pending or job.lost or close_on_error:
-            parts.insert(1, "The executor is closed: start a new one.")
-            self._close(f"{job.what} failed")
-        raise RankError("\n\n".join(parts), outcomes)
+            sections.insert(1, "The executor is closed: start a new one.")
+            self._close(f"{job.name} failed")
+        raise RankError("\n\n".join(sections), outcomes)
 
-    def _close(self, why: str) -> None:
-        if self._why_closed is None and self._pid == os.getpid():
-            self._why_closed = why
-            idle = self._turn.acquire(blocking=False)  # no call is under way: ranks read messages
+    def _close(self, reason: str) -> None:
+        if self._close_reason is None and self._pid == os.getpid():
+            self._close_reason = reason
+            # If the lock is free, no call is running, and the ranks wait for messages.
+            idle = self._lock.acquire(blocking=False)
             try:
                 self._end(idle)
             finally:
                 if idle:
-                    self._turn.release()
+                    self._lock.release()
 
     @contextlib.contextmanager
-    def _my_turn(self, timeout: float, busy: bool = False) -> Iterator[None]:
-        """Hold the turn. Ctrl-C, or any other error that leaves the ranks at work, closes the
-        executor.
+    def _locked(self, timeout: float, busy: bool = False) -> Iterator[None]:
+        """Hold the lock of the executor. An error that leaves ranks in a call, such as Ctrl-C,
+        closes the executor.
 
         Args:
-            busy: ranks may be at work on a function, and go on if the caller leaves.
+            busy: the ranks may be running a submitted function, and continue if the block raises.
         """
         self._check_open()
         if self._streaming == threading.get_ident():
             raise RuntimeError("a stream is open; exhaust or close its iterator first")
-        if not self._turn.acquire(timeout=timeout):
+        if not self._lock.acquire(timeout=timeout):
             raise TimeoutError(
                 f"timed out after {timeout:g} s: calls of other threads hold the executor"
             )
@@ -478,7 +495,7 @@ class Ranks:
                     self._close(f"a call was interrupted by {type(error).__name__}")
                 raise
         finally:
-            self._turn.release()
+            self._lock.release()
 
     def _check_open(self) -> None:
         if self._pid != os.getpid():
@@ -486,16 +503,16 @@ class Ranks:
                 "this process was forked and cannot use the executor of its parent; "
                 "create a new one"
             )
-        if self._why_closed is not None:
-            raise RuntimeError(f"this executor is closed ({self._why_closed}); start a new one")
+        if self._close_reason is not None:
+            raise RuntimeError(f"this executor is closed ({self._close_reason}); start a new one")
 
     def _check(self, method: str, rank: int | None) -> None:
         self._check_open()
         if rank is not None and not 0 <= rank < self.world:
             raise ValueError(f"rank is {rank}; expected 0 to {self.world - 1}")
         if method not in self._methods:
-            close = difflib.get_close_matches(method, self._methods, n=1)
-            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            matches = difflib.get_close_matches(method, self._methods, n=1)
+            hint = f" (did you mean {matches[0]!r}?)" if matches else ""
             raise AttributeError(
                 f"the object on the ranks has no public method {method!r}{hint}; public methods: "
                 f"{', '.join(sorted(self._methods)) or 'none'}"
@@ -506,22 +523,22 @@ class Ranks:
     def _start(
         self, context: ForkServerContext, rank: int, setup: worker.Setup, import_main: bool
     ) -> None:
-        ours, theirs = socket.socketpair()
-        ours.settimeout(_SLICE_S)
+        parent_end, rank_end = socket.socketpair()
+        parent_end.settimeout(_POLL_SECONDS)
         process = context.Process(
-            target=worker.main, args=(rank, setup, theirs), name=f"tpkernels-rank-{rank}"
+            target=worker.main, args=(rank, setup, rank_end), name=f"tpkernels-rank-{rank}"
         )
-        with theirs, _starting:
+        with rank_end, _start_lock:
             try:
-                with contextlib.nullcontext() if import_main else _without_main_script():
+                with contextlib.nullcontext() if import_main else _skip_main_script():
                     process.start()
             except BaseException as error:
-                ours.close()
+                parent_end.close()
                 if isinstance(error, EOFError):
                     raise RuntimeError("the fork server died; see stderr for the cause") from error
                 raise
         self._processes.append(process)
-        self._pipes.append(ours)
+        self._pipes.append(parent_end)
 
     def _send(self, job: Job, message: Message) -> None:
         def check(rank: int) -> None:
@@ -529,35 +546,36 @@ class Ranks:
             if rank not in job.pending:
                 raise BrokenPipeError
             if time.monotonic() >= job.deadline:
-                raise _GiveUp
+                raise _TransferAborted
 
         for rank, pipe in enumerate(self._pipes):
             with contextlib.suppress(OSError):  # a dead rank
                 messages.send(pipe, message, partial(check, rank))
 
-    def _give_up_if(self, job: Job, ranks: Collection[int], deadline: float) -> None:
-        """Raise if one of the ranks has died, or time is up."""
+    def _check_progress(self, job: Job, ranks: Collection[int], deadline: float) -> None:
+        """Raise `_TransferAborted` if one of the ranks has died or the deadline has passed."""
         if self._record_deaths(job, ranks) or time.monotonic() >= deadline:
-            raise _GiveUp
+            raise _TransferAborted
 
     def _replies(self, job: Job) -> Iterator[tuple[str, Outcome]]:
-        """Yield the kind and the content of each reply, and record those that are a rank's last,
-        until all ranks have given theirs or time is up."""
+        """Yield (kind, outcome) of each reply, and record last replies. Ends after the last reply
+        of every rank or at the deadline."""
         while job.pending:
-            left, pending = job.deadline - time.monotonic(), sorted(job.pending)
-            arrived = self._wait(pending, max(0.0, min(_SLICE_S, left)))
-            if arrived is not None:
-                if (reply := self._read(arrived, job)) is not None:
+            remaining, pending = job.deadline - time.monotonic(), sorted(job.pending)
+            ready_rank = self._wait(pending, max(0.0, min(_POLL_SECONDS, remaining)))
+            if ready_rank is not None:
+                if (reply := self._read(ready_rank, job)) is not None:
                     if reply[0] != "item":
                         job.record(reply[1])
                     yield reply
-            elif not self._record_deaths(job, job.pending) and left <= 0:
+            elif not self._record_deaths(job, job.pending) and remaining <= 0:
                 return
 
     def _wait(self, ranks: Sequence[int], seconds: float) -> int | None:
-        """Return the first rank that has sent something, or closed its pipe by dying."""
+        """Wait until the pipe of a rank is readable, and return the first such rank, or None after
+        ``seconds``. The pipe of a dead rank is readable."""
         by_descriptor = {self._pipes[rank].fileno(): rank for rank in ranks}
-        if -1 in by_descriptor:  # another thread has closed the executor
+        if -1 in by_descriptor:  # a different thread has closed the executor
             return None
         poll = select.poll()
         for descriptor in by_descriptor:
@@ -566,39 +584,39 @@ class Ranks:
         return min((by_descriptor[descriptor] for descriptor, _ in ready), default=None)
 
     def _read(self, rank: int, job: Job) -> tuple[str, Outcome] | None:
-        """Return the reply of a rank, or None if the rank died meanwhile."""
-        until = max(job.deadline, time.monotonic() + _MESSAGE_S)
-        check = partial(self._give_up_if, job, [rank], until)
+        """Return the reply of a rank, or None if the rank died."""
+        deadline = max(job.deadline, time.monotonic() + _MESSAGE_SECONDS)
+        check = partial(self._check_progress, job, [rank], deadline)
         try:
             head, content = messages.receive(self._pipes[rank], check)
-        except _GiveUp:
-            if rank in job.pending:  # time is up
+        except _TransferAborted:
+            if rank in job.pending:  # not dead: the deadline has passed
                 raise
             return None
         except (EOFError, OSError) as failure:
-            if not self._record_deaths(job, [rank], _REAP_S):
-                raise _GiveUp from failure
+            if not self._record_deaths(job, [rank], _REAP_SECONDS):
+                raise _TransferAborted from failure
             return None
         kind, error, error_type, seconds = head
         value = None
         try:
             value = messages.loads(content)
-        except Exception as failure:  # an object of a class that only the rank can import
+        except Exception as failure:  # for example a class that only the rank can import
             error, error_type = worker.describe(failure), type(failure).__name__
         return kind, Outcome(rank, value, error, error_type, seconds=seconds)
 
     def _record_deaths(self, job: Job, ranks: Collection[int], within: float = 0.0) -> bool:
-        """Record the deaths among ``ranks``, each of which may be about to die ``within`` seconds,
-        and return whether there were any."""
+        """Record which of the ``ranks`` have died, after waiting up to ``within`` seconds for each.
+        Returns whether a rank has died."""
         with self._processes_lock:
-            if self._why_closed is not None:
+            if self._close_reason is not None:
                 raise RuntimeError("the executor was closed during a call")
             for rank in ranks if within else ():
                 self._processes[rank].join(within)
             codes = {rank: self._processes[rank].exitcode for rank in ranks}
         dead = [rank for rank, code in codes.items() if code is not None]
         for rank in dead:
-            job.record(job.without_reply(rank, exitcode=codes[rank]))
+            job.record(job.missing_reply(rank, exitcode=codes[rank]))
         return bool(dead)
 
     def _end(self, idle: bool) -> None:
@@ -610,14 +628,14 @@ class Ranks:
             deadline = time.monotonic() + worker.LEAVE_SECONDS + 1.0
             for pipe in self._pipes:
                 with contextlib.suppress(OSError):  # a dead rank
-                    pipe.shutdown(socket.SHUT_WR)  # idle ranks leave
+                    pipe.shutdown(socket.SHUT_WR)  # idle ranks exit
             for process, pipe in zip(self._processes, self._pipes, strict=True):
                 process.join(max(0.0, deadline - time.monotonic()))
                 _kill(process)
-                process.join(_REAP_S)
+                process.join(_REAP_SECONDS)
                 self.exitcodes.append(process.exitcode)
                 pipe.close()
-                with contextlib.suppress(ValueError):  # not reaped: the fork server is gone
+                with contextlib.suppress(ValueError):  # not reaped, because the fork server died
                     process.close()
             self._processes = []
             del self._store
@@ -627,13 +645,13 @@ def fork_server(preload: Sequence[str] = ()) -> ForkServerContext:
     """Start the fork server if it is not running, and return its context.
 
     Args:
-        preload: additional modules for the server to import, so that ranks need not.
+        preload: additional modules that the server imports for all ranks.
     """
-    with _starting:
+    with _start_lock:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*_PRELOAD, *preload])
-        # OpenMP and BLAS size their thread pools when they load, and a forked child cannot shrink a
-        # pool that has started. Ranks raise the number through torch.set_num_threads.
+        # OpenMP and BLAS size their thread pools at load time, and a forked child cannot shrink a
+        # started pool. Ranks increase the number with torch.set_num_threads.
         saved = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"
         try:
@@ -646,7 +664,7 @@ def fork_server(preload: Sequence[str] = ()) -> ForkServerContext:
 
 
 def loopback_store() -> dist.TCPStore:
-    """Host a ``TCPStore`` that only this machine can reach; by default it listens on all
+    """Host a ``TCPStore`` on the loopback interface. By default a store listens on all
     interfaces."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         return dist.TCPStore(
@@ -661,21 +679,21 @@ def loopback_store() -> dist.TCPStore:
 def _request(
     kind: str, function: Callable[..., Any] | str, args: object, kwargs: object, *rest: object
 ) -> Message:
-    """Return a message of `tpkernels.launch.worker` that calls a function, or a method by name."""
-    name = _name_of(function)
+    """Return a message to `tpkernels.launch.worker` that calls a function, or a method by name."""
+    name = _function_name(function)
     content = messages.dumps((function, args, kwargs), f"the call of {name}")
     return messages.encode((kind, sys.path, name, *rest), content)
 
 
-def _name_of(function: Callable[..., Any] | str) -> str:
+def _function_name(function: Callable[..., Any] | str) -> str:
     if isinstance(function, str):
         return function
     return getattr(function, "__qualname__", repr(function))
 
 
-def _checked_timeout(timeout: float) -> float:
-    """Return ``timeout``, at most what locks accept. Raise ``ValueError`` if it is not positive and
-    finite."""
+def _check_timeout(timeout: float) -> float:
+    """Return ``timeout``, limited to the maximum for locks. Raise ``ValueError`` if it is not
+    positive and finite."""
     if not (timeout > 0 and math.isfinite(timeout)):
         raise ValueError(f"timeout must be a positive, finite number of seconds, got {timeout}")
     return float(min(timeout, threading.TIMEOUT_MAX))
@@ -684,13 +702,14 @@ def _checked_timeout(timeout: float) -> float:
 def _kill(process: ForkServerProcess) -> None:
     """Send SIGKILL to a rank and the processes it started, even if they are stopped."""
     if process.exitcode is None and process.pid is not None:
-        with contextlib.suppress(ProcessLookupError):  # has no group yet, or just exited
+        with contextlib.suppress(ProcessLookupError):  # no process group yet, or just exited
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
 
 
-def _whereabouts(pid: int) -> str:
-    """Return why a rank does not answer, with its Python stacks (`worker.STACK_FILE`)."""
+def _describe_hang(pid: int) -> str:
+    """Return the state of a rank that does not reply, with its Python stacks
+    (`worker.STACK_FILE`)."""
     proc = Path(f"/proc/{pid}")
     try:
         if (proc / "stat").read_text().rpartition(")")[2].split()[0] == "T":
@@ -698,7 +717,7 @@ def _whereabouts(pid: int) -> str:
         os.kill(pid, signal.SIGUSR1)
         time.sleep(0.1)
         links = {file: os.readlink(file) for file in (proc / "fd").iterdir()}
-        stacks = [file.read_text() for file, to in links.items() if worker.STACK_FILE in to]
+        stacks = [file.read_text() for file, path in links.items() if worker.STACK_FILE in path]
         return "\n".join(["still running", *stacks]).strip()
     except OSError as error:
         return str(error)

@@ -1,6 +1,6 @@
-"""Sessions: the ranks that a command runs on, and their devices.
+"""Sessions: the ranks of a command, and their devices.
 
-The command starts the ranks itself or, under torchrun, this process is one of them.
+The command starts the ranks. Under torchrun, this process is one of the ranks.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from tpkernels import groups
 from tpkernels.launch.ranks import Ranks
-from tpkernels.launch.terminal import UsageError, check_known, check_workers, note_crowd
+from tpkernels.launch.terminal import UsageError, check_known, check_workers, warn_oversubscription
 
 DEVICES = ("cpu", "cuda")
 
-# For ranks that share a GPU: torch's symmetric memory, and NCCL 2.30.3 or newer, which then cannot
-# use NVLS.
+# Environment in which ranks can share a GPU. The first variable is for torch symmetric memory, the
+# second for NCCL 2.30.3 or newer. NCCL then cannot use NVLS.
 SHARED_GPU = {
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
@@ -39,17 +39,17 @@ def under_torchrun() -> bool:
 
 
 def launched_ranks() -> int | None:
-    """Return how many ranks the launcher started; None without a launcher."""
+    """Return the number of ranks that the launcher started, or None without a launcher."""
     return int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
 
 
 def is_leader() -> bool:
-    """Return whether this process prints and writes files: rank 0, or what starts the ranks."""
+    """Return whether this process prints and writes files: rank 0, or the parent of the ranks."""
     return not under_torchrun() or os.environ["RANK"] == "0"
 
 
 def world_size(nproc: int | None, default: int) -> int:
-    """Return the number of ranks: the launcher's, or what the user asked for."""
+    """Return the number of ranks: from the launcher, or the requested number."""
     if nproc is not None:
         check_workers(nproc=nproc)
     world = launched_ranks()
@@ -68,25 +68,28 @@ def ranks_share_gpus(world: int) -> bool:
 
 
 def on_one_host(world: int) -> bool:
-    """Return whether all ranks are on this host; with several launchers they need not be."""
+    """Return whether all ranks are on this host. Several launchers may span hosts."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world)) >= world
 
 
-def backend_of(world: int, device: str) -> str:
-    """Return the backend: NCCL for CUDA tensors, but gloo where ranks share a GPU, which NCCL
-    refuses before 2.30.3 (`SHARED_GPU`)."""
+def choose_backend(world: int, device: str) -> str:
+    """Return the backend: NCCL for CUDA tensors, or gloo on CPUs and if ranks share a GPU. NCCL
+    before 2.30.3 does not support shared GPUs (`SHARED_GPU`)."""
     return "cpu:gloo,cuda:nccl" if device == "cuda" and not ranks_share_gpus(world) else "gloo"
 
 
 @contextmanager
 def open_session(world: int, *, threads: int, timeout: float, device: str = "cpu") -> Iterator[Run]:
-    """Start or join ``world`` ranks of ``threads`` threads each. Yield ``run(function, *args)``,
-    which calls a function on every rank and returns the results by rank. A call that exceeds
-    ``timeout`` seconds fails. No process is left behind after the block, or after a failure."""
-    backend = backend_of(world, device)
+    """Start or join ``world`` ranks with ``threads`` threads each.
+
+    Yields ``run(function, *args)``. It calls a function on every rank and returns the results by
+    rank. A call fails after ``timeout`` seconds. Started processes end with the block, also after a
+    failure.
+    """
+    backend = choose_backend(world, device)
     if not under_torchrun():
         if device == "cpu":
-            note_crowd(world, threads)
+            warn_oversubscription(world, threads)
         env = SHARED_GPU if device == "cuda" and backend == "gloo" else None
         with Ranks(world, threads=threads, backend=backend, env=env) as ranks:
             yield partial(ranks.run, timeout=timeout)
@@ -102,15 +105,15 @@ def open_session(world: int, *, threads: int, timeout: float, device: str = "cpu
 
 
 def all_gather_objects(value: T) -> list[T]:
-    """Gather every rank's ``value``, by rank."""
+    """Gather ``value`` from all ranks, in rank order."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def resolve_device(name: str | None) -> str:
-    """Return ``name`` after checking that the machine has such a device; by default cuda if there
-    is a GPU, else cpu."""
+    """Return ``name`` after checking that such a device is present. The default is cuda if torch
+    sees a GPU, else cpu."""
     has_gpu = torch.cuda.is_available()
     if name is None:
         return "cuda" if has_gpu else "cpu"
@@ -120,14 +123,14 @@ def resolve_device(name: str | None) -> str:
 
 
 def check_device(name: str) -> str:
-    """Return ``name`` after checking that it is a known device type, present or not."""
+    """Return ``name`` after checking that it is a supported device type, present or not."""
     check_known("device", [name], DEVICES)
     return name
 
 
 def rank_device(device: str) -> torch.device:
-    """Make this rank's device the current one. Ranks share GPUs if there are fewer. A process
-    without a process group is rank 0."""
+    """Set the current device of this rank and return it. Ranks share GPUs if the machine has fewer
+    GPUs than ranks. A process without a process group is rank 0."""
     if device == "cpu":
         return torch.device("cpu")
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -137,5 +140,5 @@ def rank_device(device: str) -> torch.device:
 
 
 def synchronizer(device: str) -> Callable[[], object] | None:
-    """Return what waits for queued work; None for a device without a queue."""
+    """Return a function that waits for queued work, or None for CPUs."""
     return torch.cuda.synchronize if device == "cuda" else None

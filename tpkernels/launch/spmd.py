@@ -1,10 +1,10 @@
 """``tpkernels.spmd``: one function on several ranks of this machine, from a script or a notebook.
 
-Problem: what is typed into a notebook, a lambda or a closure cannot be imported by another process.
+Problem: a different process cannot import a notebook function, a lambda or a closure.
 
 Algorithm: cloudpickle sends such functions by value, and functions of modules by name. The ranks
-therefore need not import the caller's main script, which they otherwise would: without a guard
-(``if __name__ == "__main__"``) it would start ranks itself.
+therefore do not import the main script of the caller. If they did, a script without a guard
+(``if __name__ == "__main__"``) would start ranks again in each rank.
 
 The pickled arguments and results stay within the processes of one user on one machine.
 """
@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tpkernels.launch.ranks import Ranks
 
-_NAMES = ("x", "y", "z")  # of the mesh's dims
+_NAMES = ("x", "y", "z")  # default names of the mesh dims
 
 
 def spmd(
@@ -38,29 +38,36 @@ def spmd(
     timeout: float = 300.0,
     **kwargs: Any,
 ) -> list[Any]:
-    """Call ``fn(mesh, *args, **kwargs)`` on new ranks, with the default process group initialised,
-    and return the results by rank. The ranks end with the call.
+    """Call ``fn(mesh, *args, **kwargs)`` on new ranks and return the results by rank.
+
+    The default process group is initialised on the ranks. The ranks end with the call.
 
     Args:
-        fn: any function, also a lambda, a closure, or one defined in a notebook. It and its
-            arguments are copied to the ranks: they do not see later changes of the caller's
-            variables, nor the caller theirs. What it prints appears where this process's standard
-            output goes, which in a notebook is the server's terminal.
+        fn: any function, including lambdas, closures and functions defined in a notebook. ``fn``
+            and its arguments are copied to the ranks, so later changes of variables are not shared
+            in either direction. The output of the ranks appears on the standard output of this
+            process. In a notebook that is the terminal of the server.
         nprocs: number of ranks.
-        mesh_shape: sizes of the mesh's dims; their product is ``nprocs``. By default one dim.
+        mesh_shape: sizes of the mesh dims; the number of mesh elements is ``nprocs``. By default
+            one dim.
+        *args: further arguments of ``fn``.
         mesh_dim_names: by default "x", "y" and "z".
-        device: type of the mesh, "cpu" or "cuda". With "cuda" the process group is NCCL, and rank r
-            uses GPU r modulo their number.
+        device: device type of the mesh, "cpu" or "cuda". With "cuda" the process group uses NCCL,
+            and rank r uses GPU r modulo the number of GPUs.
         threads: intra-op threads of each rank.
         timeout: seconds for the call.
+        **kwargs: keyword arguments of ``fn``.
+
+    Returns:
+        The results of ``fn``, in rank order.
 
     Raises:
-        ValueError: ``mesh_shape`` does not fit ``nprocs``, or the names do not fit the shape, or
-            there is no such device.
-        TypeError: ``fn`` is no function, ``mesh_shape`` has no sizes, or ``fn`` or an argument
-            cannot be copied, such as an open file or a process group.
-        RankError: ``fn`` raised on a rank, a rank died, or it took too long. The message has the
-            traceback of each.
+        ValueError: ``mesh_shape`` does not fit ``nprocs``, the names do not fit the shape, or torch
+            sees no such device.
+        TypeError: ``fn`` is not callable, ``mesh_shape`` is not a sequence of sizes, or ``fn`` or
+            an argument cannot be copied, such as an open file or a process group.
+        RankError: ``fn`` raised on a rank, a rank died, or the call timed out. The message contains
+            the tracebacks.
     """
     import cloudpickle
 
@@ -91,8 +98,8 @@ def spmd(
         )
 
     class Pickler(cloudpickle.Pickler):
-        """Sends modules of other types than Python's by name, too, such as torch's configurations.
-        cloudpickle adds those of a package that a function uses, by the attributes in its code."""
+        """Also pickles module subclasses by name, such as the config modules of torch. cloudpickle
+        adds submodules of a package that the code of a function accesses as attributes."""
 
         def reducer_override(self, obj: object) -> object:
             if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
@@ -102,7 +109,7 @@ def spmd(
     file = io.BytesIO()
     try:
         Pickler(file).dump((fn, args, kwargs))
-    except Exception as error:  # pickle, and what it calls, raise several kinds
+    except Exception as error:  # pickling may raise any class
         raise TypeError(
             f"{fn!r} and its arguments cannot be copied to the ranks: {error}; create such "
             "objects inside the function"
@@ -118,7 +125,7 @@ def spmd(
 def function_of_spmd(
     job: bytes, device: str, shape: tuple[int, ...], names: tuple[str, ...]
 ) -> bytes:
-    """Run on each rank; errors show the name."""
+    """Run a pickled function on this rank. Error messages show the name of this function."""
     import cloudpickle
 
     fn, args, kwargs = cloudpickle.loads(job)

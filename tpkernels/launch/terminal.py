@@ -1,6 +1,6 @@
-"""What commands share: values of options and files, checked, and text for a terminal.
+"""Helpers of the commands: checks of option values and files, and terminal output.
 
-Everything here raises `UsageError` for input that cannot be used.
+All functions raise `UsageError` for invalid input.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tpkernels.common import dtypes
-from tpkernels.common.text import counted
+from tpkernels.common.text import pluralize
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,88 +24,87 @@ if TYPE_CHECKING:
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _BY_NAME = DTYPES | {dtypes.name(dtype): dtype for dtype in DTYPES.values()}
-_MOST = 10**12  # elements, bytes, repetitions, seconds
-_MOST_DIGITS = 20  # including leading zeros
-_MOST_WORKERS = 1024
-_WIDTH = 190  # columns of a log or a pipe
+_MAX_VALUE = 10**12  # elements, bytes, repetitions, seconds
+_MAX_DIGITS = 20  # including leading zeros
+_MAX_WORKERS = 1024
+_WIDTH = 190  # columns of output to a log or a pipe
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 class UsageError(ValueError):
-    """The request cannot be carried out, as is found before any rank starts, or when the ranks load
-    a model."""
+    """Invalid input of a command. Raised before the ranks start or while they load a model."""
 
 
-def check_known(what: str, names: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return ``names`` without repetitions. ``UsageError`` if one is not in ``known``."""
+def check_known(option: str, names: Iterable[str], choices: Iterable[str]) -> list[str]:
+    """Return ``names`` without duplicates. Raise ``UsageError`` if a name is not in ``choices``."""
     for name in names:
-        if name not in known:
-            raise UsageError(f"unknown {what} '{name}'; choose from {', '.join(known)}")
+        if name not in choices:
+            raise UsageError(f"unknown {option} '{name}'; choose from {', '.join(choices)}")
     return list(dict.fromkeys(names))
 
 
-def dtype_named(name: str) -> torch.dtype:
-    """Return the dtype called ``bf16`` or ``bfloat16``."""
+def parse_dtype(name: str) -> torch.dtype:
+    """Return the dtype for a short or full name, such as ``bf16`` or ``bfloat16``."""
     check_known("dtype", [name], _BY_NAME)
     return _BY_NAME[name]
 
 
-def shape_of(text: str) -> tuple[int, ...]:
+def parse_shape(value: str) -> tuple[int, ...]:
     """Parse ``"M,N,K"``."""
-    parts = text.split(",")
-    if len(parts) != 3 or not all(map(number_in, parts)):
+    sizes = value.split(",")
+    if len(sizes) != 3 or not all(map(parse_positive, sizes)):
         raise UsageError(
-            f"shape '{text}' is not M,N,K: three positive integers, such as 2048,4096,4096"
+            f"shape '{value}' is not M,N,K: three positive integers, such as 2048,4096,4096"
         )
-    return tuple(map(number_in, parts))
+    return tuple(map(parse_positive, sizes))
 
 
-def sizes_of(text: str) -> list[int]:
-    """Parse sizes such as ``"64K,1M,32M"`` to bytes; the units are powers of 1024."""
+def parse_sizes(value: str) -> list[int]:
+    """Parse sizes such as ``"64K,1M,32M"`` to bytes. The units are powers of 1024."""
     sizes = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", part.strip(), re.IGNORECASE)
-        if match is None or not number_in(match[1]):
-            raise UsageError(f"size '{part}' is not a number of bytes such as 65536, 64K or 32M")
-        sizes.append(number_in(match[1]) * _UNITS[match[2].upper()])
+    for size in value.split(","):
+        match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", size.strip(), re.IGNORECASE)
+        if match is None or not parse_positive(match[1]):
+            raise UsageError(f"size '{size}' is not a number of bytes such as 65536, 64K or 32M")
+        sizes.append(parse_positive(match[1]) * _UNITS[match[2].upper()])
     return sizes
 
 
-def number_in(text: str) -> int:
-    """Parse a positive number; return 0 if there is none or it is unreasonably large."""
-    text = text.strip()
-    number = int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else 0
-    return number if number <= _MOST else 0
+def parse_positive(value: str) -> int:
+    """Parse a positive integer. Returns 0 if it is not a number or unreasonably large."""
+    value = value.strip()
+    number = int(value) if value.isdecimal() and len(value) <= _MAX_DIGITS else 0
+    return number if number <= _MAX_VALUE else 0
 
 
-def at_least(least: int, *, most: int = _MOST, **values: int) -> None:
-    """Require values of at least ``least`` that are not unreasonably large."""
+def require_at_least(minimum: int, *, maximum: int = _MAX_VALUE, **values: int) -> None:
+    """Require each option value to be from ``minimum`` to ``maximum``."""
     for name, value in values.items():
-        if not least <= value <= most:
-            bound = f"at least {least}" if value < least else f"at most {most}"
+        if not minimum <= value <= maximum:
+            bound = f"at least {minimum}" if value < minimum else f"at most {maximum}"
             raise UsageError(f"--{name} is {value}; it must be {bound}")
 
 
-def note_crowd(ranks: int, threads: int) -> None:
-    """Say on standard error that there are more threads than cores, where there are."""
+def warn_oversubscription(ranks: int, threads: int) -> None:
+    """Print a warning to stderr if the ranks have more threads than the machine has cores."""
     cores = len(os.sched_getaffinity(0))
     if ranks * threads > cores:
         print(
-            f"Starting {counted(ranks, 'rank')} x {counted(threads, 'thread')} on "
-            f"{counted(cores, 'core')}: threads share cores, which is slow.",
+            f"Starting {pluralize(ranks, 'rank')} x {pluralize(threads, 'thread')} on "
+            f"{pluralize(cores, 'core')}: threads share cores, which is slow.",
             file=sys.stderr,
             flush=True,
         )
 
 
 def check_workers(**values: int) -> None:
-    """Require numbers of ranks or threads from 1 to 1024."""
-    at_least(1, most=_MOST_WORKERS, **values)
+    """Require numbers of ranks or threads to be from 1 to 1024."""
+    require_at_least(1, maximum=_MAX_WORKERS, **values)
 
 
 @contextmanager
 def accessing(path: Path, verb: str) -> Iterator[None]:
-    """Turn an ``OSError`` into a ``UsageError``: "cannot VERB 'PATH': reason"."""
+    """Convert an ``OSError`` to a ``UsageError`` "cannot VERB 'PATH': reason"."""
     try:
         yield
     except OSError as error:
@@ -113,16 +112,16 @@ def accessing(path: Path, verb: str) -> Iterator[None]:
 
 
 def writing(path: Path) -> AbstractContextManager[None]:
-    """Turn an ``OSError`` while writing to a file or folder into a ``UsageError``."""
+    """Convert an ``OSError`` while writing to a file or folder to a ``UsageError``."""
     return accessing(path, "write")
 
 
-def read_input(path: Path, *, most: int) -> bytes:
-    """Read a file that the user named, of at most ``most`` bytes."""
+def read_input(path: Path, *, max_bytes: int) -> bytes:
+    """Read an input file of at most ``max_bytes`` bytes."""
     with accessing(path, "read"), path.open("rb") as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise UsageError(f"'{path}' is larger than {most} bytes")
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise UsageError(f"'{path}' is larger than {max_bytes} bytes")
     return content
 
 
@@ -133,7 +132,7 @@ def make_output_folder(path: Path) -> None:
 
 
 def writable(path: Path) -> Path:
-    """Return ``path`` if a file can be written there."""
+    """Return ``path`` after checking that a file can be written there."""
     existed = path.exists()
     with writing(path):
         path.open("a").close()
@@ -143,15 +142,15 @@ def writable(path: Path) -> Path:
 
 
 def console() -> Console:
-    """Return a console on standard output."""
+    """Return a rich console on standard output."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
 
 
 def table(first: str, numbers: tuple[str, ...], last: str | None = None) -> Table:
-    """Return an empty table: a column of names, columns of numbers, a text column that wraps
-    unless ``last`` is None."""
+    """Return an empty table with a column of names, columns of numbers and, unless ``last`` is
+    None, a text column that wraps."""
     from rich import box
     from rich.table import Table
 
@@ -170,7 +169,7 @@ def milliseconds(value: float) -> str:
 
 
 def byte_size(value: int) -> str:
-    """Format bytes in the largest unit that gives at least 1."""
+    """Format a number of bytes in the largest unit in which it is at least 1."""
     size, unit = float(value), "bytes"
     for larger in ("KiB", "MiB", "GiB"):
         if size >= 1024:

@@ -1,2 +1,1 @@
-"""What a rank does alone: the local matmul, packed weights, a caller's product, memory for results,
-profiler ranges."""
+"""Local work of a rank: matmul, packed and opaque weights, result memory, profiler ranges."""

@@ -1,8 +1,9 @@
-"""Whether products of parts of the rows or columns have the bits of the whole product.
+"""Check whether a chunked matmul is bitwise identical to the unsplit matmul.
 
-The libraries that torch calls choose their kernels by shape, and kernels that sum in another order
-round differently: Intel Xeon with AMX, torch 2.13, 2026-11-23, 128 of 1000 rows of fp32 with K=1000
-and N=256 differ, and 512 of 2048 rows of bf16 with K=4096 and N=300. No number of rows is safe.
+GEMM libraries select kernels by shape, and kernels with different summation orders round
+differently. On an Intel Xeon with AMX, torch 2.13, 2026-11-23, a chunk of 128 of 1000 rows differs
+in fp32 with K=1000 and N=256, and a chunk of 512 of 2048 rows in bf16 with K=4096 and N=300. No
+chunk size is safe.
 """
 
 from __future__ import annotations
@@ -11,36 +12,43 @@ import functools
 
 import torch
 
-from tpkernels.local.matmul import layout_of, local_matmul
+from tpkernels.local.matmul import local_matmul, weight_layout
 from tpkernels.local.packed import pack
-from tpkernels.local.product import CustomMatmul, Weight
+from tpkernels.local.weight import CustomMatmul, Weight
 
-_LARGE = 64.0
-_DISTINCT = 64  # rows of x and columns of w; more of them are repetitions
+_SCALE = 64.0
+_DISTINCT = 64  # distinct rows of x and columns of w; the rest are repetitions
 
 
-def multiplies_parts_exactly(
+def is_chunking_exact(
     w: Weight,
-    parts: frozenset[tuple[int, int]],
+    chunk_shapes: frozenset[tuple[int, int]],
     shape: tuple[int, int, int],
     dtype: torch.dtype,
     out_dtype: torch.dtype,
     bias: torch.dtype | None = None,
 ) -> bool:
-    """Return whether products by ``w`` of all ``parts``, given as (rows, columns), have the bits of
-    the whole product, whose ``shape`` is M, K, N. A caller's product promises it; a scaled one is
-    not split, because each part would convert the weight again."""
+    """Return True if all chunk matmuls by ``w`` are bitwise identical to the unsplit matmul.
+
+    A `CustomMatmul` guarantees this. A scaled weight is not split, because each chunk would
+    convert the weight again.
+
+    Args:
+        chunk_shapes: (rows, columns) of the chunk matmuls.
+        shape: M, K, N of the unsplit matmul.
+        bias: dtype of the bias.
+    """
     if not isinstance(w, torch.Tensor):
         return isinstance(w, CustomMatmul)
-    if parts == {(shape[0], shape[2])}:
+    if chunk_shapes == {(shape[0], shape[2])}:
         return True
     threads = torch.get_num_threads()
-    return parts_are_exact(parts, shape, layout_of(w), dtype, out_dtype, bias, threads)
+    return probe_chunks(chunk_shapes, shape, weight_layout(w), dtype, out_dtype, bias, threads)
 
 
 @functools.lru_cache(maxsize=1024)
-def parts_are_exact(
-    parts: frozenset[tuple[int, int]],
+def probe_chunks(
+    chunk_shapes: frozenset[tuple[int, int]],
     shape: tuple[int, int, int],
     layout: str,
     dtype: torch.dtype,
@@ -48,27 +56,29 @@ def parts_are_exact(
     bias_dtype: torch.dtype | None,
     threads: int,
 ) -> bool:
-    """Try it: multiply all, and parts of each number of rows and columns.
+    """Run the unsplit matmul and chunks of each shape on test data, and compare the results.
 
     Args:
-        shape: M, K, N of the whole product.
-        layout: of w [K, N], as `layout_of` returns it.
-        threads: of torch; the libraries divide the work by it.
+        chunk_shapes: (rows, columns) of the chunk matmuls.
+        shape: M, K, N of the unsplit matmul.
+        layout: result of `weight_layout` for w [K, N].
+        threads: number of torch threads; libraries partition the work by it.
 
-    The sums of the numbers it takes cancel, but for a small one where K is odd, so that the results
-    are rounding errors, and show any other order of summation; the numbers are so large that these
-    are not lost in fp16. Rows and columns repeat, so that one part speaks for all.
+    The terms of each sum cancel, except for one small term if K is odd. So the results are
+    rounding errors and reveal any different summation order. The values are large enough that
+    the errors are not lost in fp16. Rows and columns repeat, so one chunk represents all chunks
+    of its shape.
     """
     m, k, n = shape
-    with torch.no_grad(), torch.device("cpu"):  # whatever the default device is
-        numbers = torch.Generator().manual_seed(k)
+    with torch.no_grad(), torch.device("cpu"):  # ignore the default device
+        generator = torch.Generator().manual_seed(k)
         half = -(-k // 2)
-        mixed = torch.randperm(2 * half, generator=numbers)
-        order = mixed[:k]
-        left = _LARGE * torch.randn(min(m, _DISTINCT), half, generator=numbers)
+        shuffled = torch.randperm(2 * half, generator=generator)
+        order = shuffled[:k]
+        left = _SCALE * torch.randn(min(m, _DISTINCT), half, generator=generator)
         left = left.repeat(1, 2)[:, order]
-        left[:, torch.isin(order, (mixed[k:] + half) % (2 * half))] *= 2**-16
-        right = _LARGE * torch.randn(half, min(n, _DISTINCT), generator=numbers)
+        left[:, torch.isin(order, (shuffled[k:] + half) % (2 * half))] *= 2**-16
+        right = _SCALE * torch.randn(half, min(n, _DISTINCT), generator=generator)
         right = torch.cat([right, -right])[order]
         x = left.to(dtype).repeat(-(-m // _DISTINCT), 1)[:m]
         w = right.to(dtype).repeat(1, -(-n // _DISTINCT))[:, :n]
@@ -76,14 +86,14 @@ def parts_are_exact(
         if layout in ("packed", "int8"):
             w = pack(w, torch.int8 if layout == "int8" else None)
         bias = None if bias_dtype is None else torch.zeros(n, dtype=bias_dtype)
-        whole = local_matmul(x, w, torch.empty(m, n, dtype=out_dtype), bias)
+        full = local_matmul(x, w, torch.empty(m, n, dtype=out_dtype), bias)
 
         def is_exact(rows: int, columns: int) -> bool:
-            some = w if columns == n else w[:, :columns]
+            w_chunk = w if columns == n else w[:, :columns]
             out = torch.empty(rows, columns, dtype=out_dtype)
-            local_matmul(x[:rows], some, out, bias, whole_rows=m, whole_columns=n)
-            return torch.equal(out, whole[:rows, :columns])
+            local_matmul(x[:rows], w_chunk, out, bias, full_rows=m, full_columns=n)
+            return torch.equal(out, full[:rows, :columns])
 
-        repeated = torch.equal(whole[_DISTINCT:], whole[: max(0, m - _DISTINCT)])
-        repeated &= torch.equal(whole[:, _DISTINCT:], whole[:, : max(0, n - _DISTINCT)])
-        return repeated and all(is_exact(*part) for part in sorted(parts))
+        repeated = torch.equal(full[_DISTINCT:], full[: max(0, m - _DISTINCT)])
+        repeated &= torch.equal(full[:, _DISTINCT:], full[:, : max(0, n - _DISTINCT)])
+        return repeated and all(is_exact(*chunk_shape) for chunk_shape in sorted(chunk_shapes))

@@ -1,14 +1,14 @@
-"""Profiler ranges for the host's part of an op: products, copies and sums, waits.
+"""Profiler ranges for the host work of an op: matmuls, copies and sums, waits.
 
-    tpkernels::matmul    a local product
-    tpkernels::copy      data moves to or from peers, or is summed; waits within it have their own
+    tpkernels::matmul    local matmul
+    tpkernels::copy      data is copied to or from peers, or reduced; waits within it have separate
                          ranges
-    tpkernels::transfer  peers' data moves during the work in this range: messages are under way,
-                         waited for or not, or a product reads a peer's memory
-    tpkernels::wait      for a peer, or for torch.distributed
+    tpkernels::transfer  peer data moves during this range: messages are in flight, whether or not
+                         the rank waits for them, or a matmul reads peer memory
+    tpkernels::wait      wait for a peer, or for torch.distributed
 
-They are opened only while a profiler runs: an unused range takes 0.4 us, and one of
-``torch.profiler.record_function`` 25 us, when an op takes 13 to 31. AMD EPYC Zen 3, torch 2.13,
+Ranges are opened only while a profiler runs. An unused range costs 0.4 us, and a range of
+``torch.profiler.record_function`` 25 us; an op lasts 13 to 31 us. AMD EPYC Zen 3, torch 2.13,
 2026-11-21.
 """
 
@@ -26,17 +26,17 @@ MATMUL, COPY = "tpkernels::matmul", "tpkernels::copy"
 TRANSFER, WAIT = "tpkernels::transfer", "tpkernels::wait"
 
 profiling = torch_private.profiling
-_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
+_NO_RANGE: AbstractContextManager[None] = contextlib.nullcontext()
 
 
-def recorded(name: str) -> AbstractContextManager[Any]:
-    """Open a range of that name around a block; no range unless a profiler is running."""
-    return torch_private.RecordFunctionFast(name) if profiling() else _NOTHING
+def record_range(name: str) -> AbstractContextManager[Any]:
+    """Open a profiler range around a block if a profiler is running."""
+    return torch_private.RecordFunctionFast(name) if profiling() else _NO_RANGE
 
 
 @contextlib.contextmanager
-def recorded_waits(workspace: HostWorkspace | None) -> Iterator[None]:
-    """Open ranges around all waits of the channel, wherever in the extension they happen."""
+def record_waits(workspace: HostWorkspace | None) -> Iterator[None]:
+    """Open ranges around all waits of the channel, in Python and in C++."""
     if workspace is None:
         yield
         return

@@ -1,30 +1,33 @@
-"""Scaled operands: fp8 and fp4 numbers with scales, how rows of them travel, and their product,
-which all algorithms use.
+"""Scaled operands: fp8 and fp4 elements with scales, their packed rows, and their matmul.
 
     scales        dtype           of x [..., K]    of w [K, N]
     tensor-wise   float32         [] or [1]        [] or [1]
     row-wise      float32         [..., 1]         [1, N]
     1x32 (MXFP8)  float8_e8m0fnu  [..., K / 32]    [N, K / 32]
     1x16 (NVFP4)  float8_e4m3fn   [..., K / 16]    [N, K / 16]
-    1x128         float32         [..., K / 128]   [N, K / 128], the same in 128 rows (DeepSeek's)
+    1x128         float32         [..., K / 128]   [N, K / 128], equal in each 128 rows (DeepSeek)
 
-The last are those of experts alone (`ops.scaled_grouped_matmul`).
+Only `ops.scaled_grouped_matmul` supports 1x128 scales.
 
-Block scales may also be swizzled: one dim, in tiles of 128 rows by 4 columns, padded to whole
-tiles, as ``torch.nn.functional.scaled_mm`` takes them with ``SwizzleType.SWIZZLE_32_4_4``. Two fp4
-numbers lie in one element of ``float4_e2m1fn_x2``, so the shapes of x and w have K / 2 then.
+Block scales may also be swizzled: one dim, in tiles of 128 rows by 4 columns, padded to full tiles,
+as ``torch.nn.functional.scaled_mm`` expects with ``SwizzleType.SWIZZLE_32_4_4``. One element of
+``float4_e2m1fn_x2`` holds two fp4 values, so x and w then have K / 2 elements along K.
 
-On CPUs operands are converted to fp32, one panel of weight columns at a time, as in `local.matmul`:
-``torch._scaled_mm`` converts too, but all of the weight, in more time. AMD EPYC Zen 4, 1 thread,
-torch 2.13, 2026-11-23, row-wise scales, float8_e4m3fn to bf16, interleaved while other work ran:
-for 1, 32, 128, 512 and 1024 rows, panels of 256 columns take 0.48, 0.45, 0.61, 0.75 and 0.83 of
-torch's time with K = 2048 and N = 4096, and 0.80, 0.82, 0.84, 0.98 and 0.95 with K = N = 1024.
-Intel Xeon with AMX, the same: 0.48, 0.54 and 0.75 for 1, 32 and 512 rows, and 0.91 for 128 with
-K = N = 1024. Tensor-wise scales there reach oneDNN's reference, which takes 140 times as long, and
-which ``ONEDNN_MAX_CPU_ISA`` makes refuse.
+On CPUs operands are converted to fp32, one panel of weight columns at a time, as in `local.matmul`.
+``torch._scaled_mm`` also converts, but the full weight, and is slower. Time of panels of 256
+columns, relative to torch: AMD EPYC Zen 4, 1 thread, torch 2.13, 2026-11-23, row-wise scales,
+float8_e4m3fn to bf16, interleaved while other work ran.
 
-Either way products accumulate in fp32 and round once, except where `use_fast_accum` allows torch
-not to.
+    rows                       1      32     128    512    1024
+    K = 2048, N = 4096         0.48   0.45   0.61   0.75   0.83
+    K = N = 1024               0.80   0.82   0.84   0.98   0.95
+
+The corresponding times on an Intel Xeon with AMX: 0.48, 0.54 and 0.75 for 1, 32 and 512 rows, and
+0.91 for 128 rows with K = N = 1024. Tensor-wise scales there select the reference kernel of oneDNN.
+It is 140 times slower, and raises if ``ONEDNN_MAX_CPU_ISA`` is set.
+
+All variants accumulate in fp32 and round once, unless ``use_fast_accum`` allows torch to
+deviate.
 """
 
 from __future__ import annotations
@@ -39,69 +42,69 @@ import torch
 
 from tpkernels.common.integers import ceil_div, round_up
 from tpkernels.local.memory import empty
-from tpkernels.local.product import Product
+from tpkernels.local.weight import OpaqueWeight
 from tpkernels.torch_private import scaled_mm
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FP4 = torch.float4_e2m1fn_x2
-TILE_ROWS, _TILE_COLUMNS = 128, 4  # of swizzled scales
-BLOCK = 128  # of DeepSeek's scales
-_UNIT_BYTES = 16  # rows that travel are padded to it, so that GPUs load them in whole vectors
+TILE_ROWS, _TILE_COLUMNS = 128, 4  # one tile of swizzled scales
+BLOCK = 128  # elements of K per DeepSeek scale
+_ROW_ALIGNMENT = 16  # bytes; sent rows are padded to it so that GPUs can use 16-byte vector loads
 _PANEL_COLUMNS = 256
 _GPU_PANEL_COLUMNS = 2048  # bounds the fp32 copy of the weight; not measured
-_MULTIPLE = 16  # of K and N, on GPUs; K in elements, of which fp4 has one for two numbers
+_GPU_ALIGNMENT = 16  # divides K and N in elements on GPUs; an fp4 element holds two values
 
 
 class ScaledMatrix(NamedTuple):
-    """Elements, x [M, K] or w [K, N], and their scales."""
+    """Elements of x [M, K] or w [K, N], and their scales."""
 
     elements: torch.Tensor
     scale: torch.Tensor
-    block: int | None = None  #: numbers per scale, of blocks with scales in float32
+    block: int | None = None  #: values per scale, for block scales in float32
 
 
 class Scaling(enum.Enum):
-    """What one scale is for."""
+    """Granularity of scales."""
 
     TENSOR = "tensor-wise"
     ROW = "row-wise"
     BLOCK = "block-wise"
 
 
-def block_of(dtype: torch.dtype) -> tuple[int, torch.dtype]:
-    """Return the numbers per scale of an operand's blocks, and the dtype of the scales."""
+def scale_block(dtype: torch.dtype) -> tuple[int, torch.dtype]:
+    """Return the values per block scale of an operand, and the dtype of the scales."""
     return (16, torch.float8_e4m3fn) if dtype == FP4 else (32, torch.float8_e8m0fnu)
 
 
-def numbers_in(dtype: torch.dtype, elements: int) -> int:
-    """Return the numbers in so many elements of an operand."""
+def num_values(dtype: torch.dtype, elements: int) -> int:
+    """Return the number of values in ``elements`` elements of an operand."""
     return 2 * elements if dtype == FP4 else elements
 
 
-def scaling_of(scale: torch.Tensor) -> Scaling:
-    """Return the kind of an operand's scales, which have been checked."""
+def get_scaling(scale: torch.Tensor) -> Scaling:
+    """Return the granularity of the scales of a checked operand."""
     if scale.dtype != torch.float32:
         return Scaling.BLOCK
     return Scaling.TENSOR if scale.dim() < 2 else Scaling.ROW
 
 
 def swizzled_numel(rows: int, columns: int) -> int:
-    """Return the elements of the swizzled form of scales [rows, columns]."""
+    """Return the number of elements of swizzled scales, for scales [rows, columns]."""
     return round_up(rows, TILE_ROWS) * round_up(columns, _TILE_COLUMNS)
 
 
-def plain(scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+def unswizzle(scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """Return block scales as [rows, columns]."""
     if scale.dim() != 1:
         return scale.reshape(rows, columns)
     tiles = ceil_div(rows, TILE_ROWS), ceil_div(columns, _TILE_COLUMNS)
-    split = scale.view(torch.uint8).reshape(*tiles, 32, 4, 4)  # row within 32, which 32, column
+    split = scale.view(torch.uint8).reshape(*tiles, 32, 4, 4)  # row % 32, row // 32, column
     matrix = split.permute(0, 3, 2, 1, 4).reshape(tiles[0] * TILE_ROWS, -1)
     return matrix[:rows, :columns].contiguous().view(scale.dtype)
 
 
-def swizzled(scale: torch.Tensor) -> torch.Tensor:
-    """Return block scales in their swizzled form."""
+def swizzle(scale: torch.Tensor) -> torch.Tensor:
+    """Return block scales in swizzled form."""
     if scale.dim() == 1:
         return scale
     rows, columns = scale.shape
@@ -112,48 +115,53 @@ def swizzled(scale: torch.Tensor) -> torch.Tensor:
     return split.permute(0, 3, 2, 1, 4).reshape(-1).view(scale.dtype)
 
 
-def _fp4_numbers(pairs: torch.Tensor) -> torch.Tensor:
-    """Return [..., 2]: the two numbers of each byte, the lower half first. Read as float8_e4m3fn,
-    whose exponent bias is greater by 6, sign, exponent and mantissa give 1/64 of the number."""
-    codes = torch.stack((pairs << 4, pairs), -1)  # in the upper halves
+def _fp4_values(pairs: torch.Tensor) -> torch.Tensor:
+    """Return the two values of each byte as [..., 2], the lower half first.
+
+    The bits of an fp4 value are read as float8_e4m3fn. Its exponent bias is greater by 6, so the
+    result is 1/64 of the value.
+    """
+    codes = torch.stack((pairs << 4, pairs), -1)  # each code in the upper half of a byte
     bits = (codes & 0x80).bitwise_or_((codes & 0x70) >> 2)
     return bits.view(torch.float8_e4m3fn).float().mul_(64)
 
 
 @functools.cache
-def _table(dtype: torch.dtype) -> torch.Tensor:
-    """Return the numbers of each byte, [256], or [256, 2] of fp4, for CPUs. On AMD EPYC Zen 4, 1
-    thread, torch 2.13, 2026-11-23, interleaved while other work ran, [1, 512] and [256, 1024] bytes
-    of fp4 took 0.28 and 0.42 of the time without it; on Zen 5, 2026-11-26, [256, 1024] of fp8 0.14
-    of the time of torch's conversion."""
+def _decode_table(dtype: torch.dtype) -> torch.Tensor:
+    """Return the values of all bytes, [256], or [256, 2] for fp4. Used on CPUs.
+
+    Time relative to the code without a table, interleaved while other work ran, 1 thread, torch
+    2.13: AMD EPYC Zen 4, 2026-11-23, [1, 512] and [256, 1024] bytes of fp4: 0.28 and 0.42. Zen
+    5, 2026-11-26, [256, 1024] bytes of fp8: 0.14 of the time of the torch conversion.
+    """
     codes = torch.arange(256, dtype=torch.uint8)
-    return _fp4_numbers(codes) if dtype == FP4 else codes.view(dtype).float()
+    return _fp4_values(codes) if dtype == FP4 else codes.view(dtype).float()
 
 
-def unscaled(x: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of a matrix [M, K] without their scales, in contiguous float32."""
-    # GPUs have no table: the first use may be in a capture, which can neither copy one from the
-    # host nor make one that is valid before the graph runs.
+def to_float32(x: torch.Tensor) -> torch.Tensor:
+    """Return the unscaled values of a matrix [M, K] in contiguous float32."""
+    # GPUs do not use a table. The first use may be in a graph capture. A capture cannot copy a
+    # table from the host, and a table created in it is not valid before the graph runs.
     if x.is_cuda:
-        numbers = _fp4_numbers(x.view(torch.uint8)).flatten(1) if x.dtype == FP4 else x.float()
-        return numbers.contiguous()
+        values = _fp4_values(x.view(torch.uint8)).flatten(1) if x.dtype == FP4 else x.float()
+        return values.contiguous()
     codes = x.view(torch.uint8)
-    numbers = _table(x.dtype).index_select(0, codes.reshape(-1).int())
-    return numbers.view(x.shape[0], numbers_in(x.dtype, x.shape[1]))
+    values = _decode_table(x.dtype).index_select(0, codes.reshape(-1).int())
+    return values.view(x.shape[0], num_values(x.dtype, x.shape[1]))
 
 
-def scaled_by_blocks(numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Multiply ``numbers`` [M, K] of float32 in place by scales [M, K / block]."""
-    numbers.view(*scale.shape, -1).mul_(scale.float().unsqueeze(-1))
-    return numbers
+def apply_block_scales(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Multiply float32 ``values`` [M, K] in place by scales [M, K / block]."""
+    values.view(*scale.shape, -1).mul_(scale.float().unsqueeze(-1))
+    return values
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How a row of an x travels: its bytes, then those of its scales, padded, as float32 words.
-    So all that moves rows moves the scales with them.
+    """Row format for communication: elements, scales and padding, viewed as float32.
 
-    ``scale_dtype`` is None if the rows have no scales of their own.
+    Code that moves packed rows therefore also moves their scales. ``scale_dtype`` is None if the
+    rows have no row or block scales.
     """
 
     dtype: torch.dtype
@@ -162,79 +170,86 @@ class Packing:
     scale_columns: int
 
     @classmethod
-    def of(cls, x: torch.Tensor, scale: torch.Tensor) -> Packing:
-        kind, columns = scaling_of(scale), x.shape[-1]
-        if kind is Scaling.TENSOR:
+    def for_rows(cls, x: torch.Tensor, scale: torch.Tensor) -> Packing:
+        scaling, columns = get_scaling(scale), x.shape[-1]
+        if scaling is Scaling.TENSOR:
             return cls(x.dtype, columns, None, 0)
-        scales = numbers_in(x.dtype, columns) // block_of(x.dtype)[0]
-        if kind is Scaling.ROW:  # or in blocks of 128
+        scales = num_values(x.dtype, columns) // scale_block(x.dtype)[0]
+        if scaling is Scaling.ROW:  # includes 1x128 blocks
             scales = scale.shape[-1]
         return cls(x.dtype, columns, scale.dtype, scales)
 
     @property
-    def words(self) -> int:
-        """Return the words of a row."""
-        return round_up(self.columns + self._scale_bytes, _UNIT_BYTES) // 4
+    def packed_width(self) -> int:
+        """Return the number of float32 elements of a packed row."""
+        return round_up(self.columns + self._scale_bytes, _ROW_ALIGNMENT) // 4
 
     @property
     def _scale_bytes(self) -> int:
         return 0 if self.scale_dtype is None else self.scale_columns * self.scale_dtype.itemsize
 
     def pack(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Return x [..., columns] and its scales as [..., words] of float32; x itself if nothing is
-        to be added."""
-        lead = x.shape[:-1]
-        padding = 4 * self.words - self.columns - self._scale_bytes
+        """Return x [..., columns] and its scales as rows [..., packed_width] of float32.
+
+        If the rows need neither scales nor padding, the result is a view of x if possible.
+        """
+        leading_dims = x.shape[:-1]
+        padding = 4 * self.packed_width - self.columns - self._scale_bytes
         data = x.view(torch.uint8)
         if self.scale_dtype is None and not padding:
-            return _in_words(data).view(torch.float32)
-        parts = [data, data.new_zeros((*lead, padding))]
+            return _as_words(data).view(torch.float32)
+        segments = [data, data.new_zeros((*leading_dims, padding))]
         if self.scale_dtype is not None:
-            own = dense(plain(scale, prod(lead), self.scale_columns))
-            parts.insert(1, own.view(torch.uint8).view(*lead, self._scale_bytes))
-        packed = empty((*lead, self.words), torch.float32, x.device)
-        torch.cat(parts, -1, out=packed.view(torch.uint8))
+            scales = as_dense(unswizzle(scale, prod(leading_dims), self.scale_columns))
+            segments.insert(1, scales.view(torch.uint8).view(*leading_dims, self._scale_bytes))
+        packed = empty((*leading_dims, self.packed_width), torch.float32, x.device)
+        torch.cat(segments, -1, out=packed.view(torch.uint8))
         return packed
 
     def data(self, packed: torch.Tensor) -> torch.Tensor:
-        """Return x [..., columns] of packed rows, in their memory."""
+        """Return x [..., columns] as a view of packed rows."""
         return packed.view(torch.uint8)[..., : self.columns].view(self.dtype)
 
     def unpack(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return x [M, columns] of packed rows, in their memory, and a copy of its scales; None if
-        the rows have none."""
+        """Return x [M, columns] as a view of packed rows, and a copy of its scales.
+
+        The scales are None if the rows have no row or block scales.
+        """
         if self.scale_dtype is None:
             return self.data(packed), None
         end = self.columns + self._scale_bytes
-        own = packed.view(torch.uint8)[:, self.columns : end]
-        # A copy, because a single row is contiguous as it is, and perhaps not aligned.
-        own = own.clone(memory_format=torch.contiguous_format)
-        return self.data(packed), own.view(self.scale_dtype)
+        scales = packed.view(torch.uint8)[:, self.columns : end]
+        # Always copy: a single row is contiguous, but may not be aligned.
+        scales = scales.clone(memory_format=torch.contiguous_format)
+        return self.data(packed), scales.view(self.scale_dtype)
 
 
-def dense(x: torch.Tensor) -> torch.Tensor:
-    """Return x, contiguous and with a last stride of 1, also if it has one element or none."""
+def as_dense(x: torch.Tensor) -> torch.Tensor:
+    """Return x, contiguous and with a last stride of 1, even if it has at most one element."""
     if x.is_contiguous() and (x.dim() == 0 or x.stride(-1) == 1):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _in_words(data: torch.Tensor) -> torch.Tensor:
-    """Return the bytes that can be viewed as words, and loaded in units. torch's view needs whole
-    words in the offset and in every stride, also of a dim of size 1."""
-    whole = all(step % 4 == 0 for step in (data.storage_offset(), *data.stride()[:-1]))
-    fits = whole and data.data_ptr() % _UNIT_BYTES == 0 and dense(data) is data
+def _as_words(data: torch.Tensor) -> torch.Tensor:
+    """Return ``data``, or a copy of it that can be viewed as float32 and loaded in aligned vectors.
+
+    ``torch.Tensor.view`` requires that 4 divides the offset and all strides, also of dims of
+    size 1.
+    """
+    word_aligned = all(step % 4 == 0 for step in (data.storage_offset(), *data.stride()[:-1]))
+    fits = word_aligned and data.data_ptr() % _ROW_ALIGNMENT == 0 and as_dense(data) is data
     return data if fits else data.clone(memory_format=torch.contiguous_format)
 
 
-class ScaledWeight(Product):
-    """A weight with scales, which multiplies packed rows.
+class ScaledWeight(OpaqueWeight):
+    """A weight with scales that multiplies packed rows.
 
     Args:
         w: [K, N].
-        packing: of the rows.
-        row_scale: the scale of all rows, if these have none of their own.
-        fast_accum: torch's ``use_fast_accum``.
+        packing: format of the rows.
+        row_scale: scale of all rows, if the rows have no row or block scales.
+        fast_accum: ``use_fast_accum`` of torch.
     """
 
     dtype = torch.float32
@@ -249,8 +264,8 @@ class ScaledWeight(Product):
     def multiply(
         self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        data, own = self._packing.unpack(x)
-        rows = ScaledMatrix(data, self._row_scale if own is None else own)
+        data, scales = self._packing.unpack(x)
+        rows = ScaledMatrix(data, self._row_scale if scales is None else scales)
         return scaled_matmul(rows, self._w, out, bias, self._fast_accum)
 
 
@@ -261,73 +276,92 @@ def scaled_matmul(
     bias: torch.Tensor | None = None,
     fast_accum: bool = False,
 ) -> torch.Tensor:
-    """Set ``out = (x * scale_x) @ (w * scale_w) + bias``. out [M, N] with unit column stride, bias
-    [N] of out's dtype. Tensor-wise and row-wise scales mix."""
-    if torch_takes(x, w, out.dtype):
-        return by_torch(x, w, out, bias, fast_accum)
-    return by_panels(x, w, out, bias)
+    """Set ``out = (x * scale_x) @ (w * scale_w) + bias``.
+
+    Tensor-wise and row-wise scales can be mixed.
+
+    Args:
+        x: [M, K].
+        w: [K, N].
+        out: [M, N] with unit column stride.
+        bias: [N] in the dtype of out.
+        fast_accum: ``use_fast_accum`` of torch.
+    """
+    if torch_supports(x, w, out.dtype):
+        return scaled_matmul_by_torch(x, w, out, bias, fast_accum)
+    return scaled_matmul_by_panels(x, w, out, bias)
 
 
-def torch_takes(x: ScaledMatrix, w: ScaledMatrix, out_dtype: torch.dtype) -> bool:
-    """Return whether ``torch._scaled_mm`` supports these operands and should be used. It follows
-    from dtypes, layouts, K and N, never from M: all parts of a product are computed alike."""
+def torch_supports(x: ScaledMatrix, w: ScaledMatrix, out_dtype: torch.dtype) -> bool:
+    """Return True if ``torch._scaled_mm`` supports these operands and should be used.
+
+    This follows from dtypes, layouts, K and N, never from M: all chunks of a matmul use one
+    implementation.
+    """
     (left, scale, block), right = x, w.elements
-    if not left.is_cuda or block or left.shape[1] % _MULTIPLE or right.shape[1] % _MULTIPLE:
+    if (
+        not left.is_cuda
+        or block
+        or left.shape[1] % _GPU_ALIGNMENT
+        or right.shape[1] % _GPU_ALIGNMENT
+    ):
         return False
     if right.stride(0) != 1 or left.dtype == right.dtype == torch.float8_e5m2:
         return False
     capability = torch.cuda.get_device_capability(left.device)
-    if scaling_of(scale) is Scaling.BLOCK:
+    if get_scaling(scale) is Scaling.BLOCK:
         return capability >= (10, 0)
-    if Scaling.ROW in (scaling_of(scale), scaling_of(w.scale)):
+    if Scaling.ROW in (get_scaling(scale), get_scaling(w.scale)):
         return capability >= (9, 0) and out_dtype == torch.bfloat16
     return capability >= (8, 9)
 
 
-def by_torch(
+def scaled_matmul_by_torch(
     x: ScaledMatrix,
     w: ScaledMatrix,
     out: torch.Tensor,
     bias: torch.Tensor | None,
     fast_accum: bool = False,
 ) -> torch.Tensor:
-    """Do `scaled_matmul` by torch."""
+    """Run `scaled_matmul` with ``torch._scaled_mm``."""
     scale_x, scale_w = x.scale, w.scale
-    if scaling_of(scale_x) is Scaling.BLOCK:
-        scale_x, scale_w = swizzled(scale_x), swizzled(scale_w)
+    if get_scaling(scale_x) is Scaling.BLOCK:
+        scale_x, scale_w = swizzle(scale_x), swizzle(scale_w)
     elif scale_x.dim() != scale_w.dim():
         scale_x, scale_w = scale_x.expand(out.shape[0], 1), scale_w.expand(1, out.shape[1])
-    added = None if bias is None or out.dtype == torch.float32 else bias.contiguous()
-    scales = dense(scale_x), dense(scale_w)
+    fused_bias = None if bias is None or out.dtype == torch.float32 else bias.contiguous()
+    scales = as_dense(scale_x), as_dense(scale_w)
     options: dict[str, Any] = {"out_dtype": out.dtype, "use_fast_accum": fast_accum, "out": out}
-    scaled_mm(x.elements, w.elements, *scales, bias=added, **options)
-    return out if bias is None or added is not None else out.add_(bias)
+    scaled_mm(x.elements, w.elements, *scales, bias=fused_bias, **options)
+    return out if bias is None or fused_bias is not None else out.add_(bias)
 
 
-def by_panels(
+def scaled_matmul_by_panels(
     x: ScaledMatrix, w: ScaledMatrix, out: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Do `scaled_matmul` in fp32, whatever the device has. Products of numbers and block scales are
-    exact where they do not leave fp32's range, but for those of 1x128 blocks, which are rounded."""
-    blocks = x.block or scaling_of(x.scale) is Scaling.BLOCK
-    wide, (rows, columns) = unscaled(x.elements), out.shape
+    """Run `scaled_matmul` in fp32. Works on all devices.
+
+    Values times block scales are exact within the fp32 range, except with scales of 1x128 blocks.
+    """
+    blocks = x.block or get_scaling(x.scale) is Scaling.BLOCK
+    x_fp32, (rows, columns) = to_float32(x.elements), out.shape
     scale_w = w.scale.expand(1, columns) if not blocks else w.scale
     if blocks:
-        per_row = wide.shape[1] // (x.block or block_of(x.elements.dtype)[0])
-        scaled_by_blocks(wide, plain(x.scale, rows, per_row))
-        scale_w = plain(scale_w, columns, per_row)
+        per_row = x_fp32.shape[1] // (x.block or scale_block(x.elements.dtype)[0])
+        apply_block_scales(x_fp32, unswizzle(x.scale, rows, per_row))
+        scale_w = unswizzle(scale_w, columns, per_row)
     step = min(_GPU_PANEL_COLUMNS if x.elements.is_cuda else _PANEL_COLUMNS, columns)
-    product = empty((rows, step), torch.float32, out.device)
+    acc = empty((rows, step), torch.float32, out.device)
     for begin in range(0, columns, step):
-        some = slice(begin, begin + step)
-        panel = unscaled(w.elements[:, some].t())
+        panel_columns = slice(begin, begin + step)
+        panel = to_float32(w.elements[:, panel_columns].t())
         if blocks:
-            scaled_by_blocks(panel, scale_w[some])
-        part = product[:, : panel.shape[0]]
-        torch.mm(wide, panel.t(), out=part)
+            apply_block_scales(panel, scale_w[panel_columns])
+        acc_panel = acc[:, : panel.shape[0]]
+        torch.mm(x_fp32, panel.t(), out=acc_panel)
         if not blocks:
-            part.mul_(x.scale).mul_(scale_w[:, some])
+            acc_panel.mul_(x.scale).mul_(scale_w[:, panel_columns])
         if bias is not None:
-            part.add_(bias[some])
-        out[:, some].copy_(part)
+            acc_panel.add_(bias[panel_columns])
+        out[:, panel_columns].copy_(acc_panel)
     return out

@@ -1,5 +1,7 @@
-"""Sharded matrix products and collectives on device meshes: a thin layer over the ops; sharded
-operands are DTensors."""
+"""Sharded matmul and collectives on device meshes, built from the ops.
+
+Sharded operands are DTensors.
+"""
 
 from typing import Any
 
@@ -18,12 +20,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the names on first use: DTensor's import takes half as long as torch itself."""
+    """Import the names on first use: importing DTensor costs half as long as importing torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from tpkernels.mesh import collectives, planner, products
+    from tpkernels.mesh import collectives, matmul, planner
 
-    homes = (products, collectives, planner)
-    found = next(getattr(home, name) for home in homes if hasattr(home, name))
-    globals()[name] = found  # the next access comes without this function
-    return found
+    modules = (matmul, collectives, planner)
+    value = next(getattr(module, name) for module in modules if hasattr(module, name))
+    globals()[name] = value  # later accesses skip this function
+    return value

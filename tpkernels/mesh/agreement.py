@@ -1,17 +1,30 @@
-"""What the ranks of a mesh agree on when they meet a product: that all make the same one, and the
-machine by whose rates all plan it.
+"""Handshake of the ranks of a mesh before a new sharded matmul.
 
-Problem: the ops compare the signatures of their calls at the first wait. A new product needs more.
-Different products may consist of equal calls (one gathers w, the other gathers the result), whose
-data would mix; may communicate in different groups, each until its timeout; and one may communicate
-nothing, and return.
+Problem: all ranks must run the same matmul, and plan it with the rates of the same machine. The ops
+compare the signatures of their calls at the first wait. For a new matmul that is not enough:
 
-Algorithm: the ranks exchange a new product, as text, along each mesh dim in turn. After the last
-dim each knows the products of the whole mesh. If they differ, all raise the same error. On the way
-each group takes the machine of its first rank, in the end that of the rank at coordinates 0.
+- Different matmuls may consist of equal op calls: rank 0 gathers w while rank 1 gathers the result.
+  Their data would mix.
+- Different matmuls may communicate in different groups. Each group would wait until its timeout.
+- A matmul without communication would return without an error.
 
-A known product is not exchanged again: if ranks make different known ones, their ops differ. What
-is known follows from the exchanges alone, so all ranks know, and forget, the same products.
+Algorithm: a new matmul is compared before any data is sent.
+
+1. Each rank describes its matmul as text, and takes the rates that the mesh has agreed on before.
+   In the first handshake it reads the rates of the local machine.
+2. For each mesh dim in order, the ranks of the group exchange their rates and the matmuls they have
+   received so far. Each rank merges the matmuls, and adopts the rates of the first rank of the
+   group.
+3. After the last mesh dim, each rank holds the matmuls of all ranks of the mesh, and the rates of
+   the rank at coordinates 0.
+4. If the matmuls differ, all ranks raise the same error.
+5. Otherwise each rank plans the matmul with these rates, and caches it.
+
+A cached matmul skips the handshake. If ranks then run different cached matmuls, only the op
+signatures reveal it.
+
+Invariant 1 (identical caches): all ranks of a mesh cache and evict the same matmuls, because only
+handshakes change the cache.
 """
 
 from __future__ import annotations
@@ -24,92 +37,108 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels import groups
-from tpkernels.errors import HARMLESS, CaptureError, CollectiveMismatchError, TpkernelsError
+from tpkernels.errors import RECOVERABLE, CaptureError, CollectiveMismatchError, TpkernelsError
 from tpkernels.groups.group import Group
 from tpkernels.planning.cost import Profile
-from tpkernels.planning.store import machine_here, profile_in, profile_text
+from tpkernels.planning.store import load_local_profile, profile_from_json, profile_to_json
 
-_MOST_KNOWN = 1024  # products
+_MAX_CACHED = 1024  # matmuls per mesh
 
 
 class Agreement:
-    """What this rank and the others of a mesh have agreed on: ``products`` and their plans, and the
-    ``machine``. ``names`` are those of this rank's groups, one for each mesh dim. It does not hold
-    the mesh, which may keep alive the process group that keeps the agreement."""
+    """Matmuls and machine that the ranks of a mesh have agreed on.
+
+    Holds no reference to the mesh: the mesh may keep the process group alive, and the group stores
+    the agreement.
+
+    Attributes:
+        names: names of the local groups, one per mesh dim.
+    """
 
     def __init__(self, mesh: DeviceMesh, names: tuple[str, ...]) -> None:
         self.names, self.device, self._shape = names, mesh.device_type, tuple(mesh.shape)
-        self.text = f"the {mesh.device_type} mesh {mesh.mesh.tolist()}"
-        self.products: dict[Hashable, Any] = {}  #: the last to be added; uses do not count
+        self.mesh_description = f"the {mesh.device_type} mesh {mesh.mesh.tolist()}"
+        self.executors: dict[Hashable, Any] = {}  #: cache, evicted in insertion order
         self.machine: Profile | None = None
 
     @classmethod
-    def on(cls, mesh: DeviceMesh) -> Agreement:
-        """Return that of a mesh. Equal meshes may have other groups."""
-        names = tuple(groups.name_of((mesh, dim)) for dim in range(mesh.ndim))
-        on_meshes, key = groups.get(names[-1]).on_meshes, (names, hash(mesh))
-        found: Agreement | None = on_meshes.get(key)
-        return found or on_meshes.setdefault(key, cls(mesh, names))
+    def for_mesh(cls, mesh: DeviceMesh) -> Agreement:
+        """Return the agreement of a mesh. Equal meshes may have different groups."""
+        names = tuple(groups.group_name((mesh, dim)) for dim in range(mesh.ndim))
+        agreements, key = groups.get(names[-1]).mesh_agreements, (names, hash(mesh))
+        agreement: Agreement | None = agreements.get(key)
+        return agreement or agreements.setdefault(key, cls(mesh, names))
 
     def _groups(self) -> list[Group]:
-        """Return this rank's groups of several ranks."""
+        """Return the local groups with more than one rank."""
         sizes = zip(self.names, self._shape, strict=True)
         return [groups.get(name) for name, size in sizes if size > 1]
 
-    def add(self, key: Hashable, product: object) -> None:
-        """Know a product; forget the oldest one of too many."""
-        self.products[key] = product
-        if len(self.products) > _MOST_KNOWN:
-            del self.products[next(iter(self.products))]
+    def add(self, key: Hashable, executor: object) -> None:
+        """Cache a matmul, and evict the oldest matmul if the cache is full."""
+        self.executors[key] = executor
+        if len(self.executors) > _MAX_CACHED:
+            del self.executors[next(iter(self.executors))]
 
-    def compare(self, product: str, machine: Profile) -> None:
-        """Compare a new product with those of the other ranks, and agree on a machine. Collective.
+    def compare(self, matmul: str, machine: Profile) -> None:
+        """Compare a new matmul over the ranks of the mesh, and agree on a machine. Collective.
 
         Raises:
-            CollectiveMismatchError: on all ranks; nothing else was sent, and the groups can go on.
+            CollectiveMismatchError: the ranks run different matmuls. All ranks raise it. No data
+                was sent, and the groups remain usable.
             PeerLostError, CollectiveTimeoutError, GroupBrokenError.
         """
-        rates, products = profile_text(machine), {product: [dist.get_rank()]}
-        with self.break_on_error(product):
+        rates, ranks_by_matmul = profile_to_json(machine), {matmul: [dist.get_rank()]}
+        with self.break_on_error(matmul):
             for group in [group.ready(self.device) for group in self._groups()]:
-                statement = [rates, products]
-                everyone = group.exchange_in_turn("a new sharded_matmul", statement, self.device)
-                rates, products = everyone[0][0], {}
-                for _, theirs in everyone:
-                    for text, ranks in theirs.items():
-                        products.setdefault(text, []).extend(ranks)
-            self.machine = profile_in(rates)
-        if len(products) > 1:
-            found = sorted((sorted(ranks), text) for text, ranks in products.items())
+                message = [rates, ranks_by_matmul]
+                messages = group.lock_and_exchange("a new sharded_matmul", message, self.device)
+                rates, ranks_by_matmul = messages[0][0], {}
+                for _, peer_matmuls in messages:
+                    for description, ranks in peer_matmuls.items():
+                        ranks_by_matmul.setdefault(description, []).extend(ranks)
+            self.machine = profile_from_json(rates)
+        if len(ranks_by_matmul) > 1:
+            calls = sorted(
+                (sorted(ranks), description) for description, ranks in ranks_by_matmul.items()
+            )
             raise CollectiveMismatchError(
                 "the ranks are in different calls: "
-                + "; ".join(f"global ranks {ranks} in {text}" for ranks, text in found)
+                + "; ".join(
+                    f"global ranks {ranks} in {description}" for ranks, description in calls
+                )
                 + ". No data was sent. Make the same call on all ranks.",
-                peer=next(ranks[0] for ranks, text in found if text != product),
+                peer=next(ranks[0] for ranks, description in calls if description != matmul),
             )
 
     @contextlib.contextmanager
-    def break_on_error(self, product: str) -> Iterator[None]:
-        """Break all groups of the mesh if the block raises: this rank takes no further part in the
-        product. Not for `CaptureError`, before which nothing was queued, nor for what all ranks of
-        a mesh's one group raise."""
+    def break_on_error(self, matmul: str) -> Iterator[None]:
+        """Break all groups of the mesh if the block raises, because this rank leaves the matmul.
+
+        Two kinds of errors break no group: `CaptureError`, because no work was queued before it,
+        and on a mesh with one group the errors that all its ranks raise.
+        """
         try:
             yield
         except BaseException as error:
-            broken, ours = self._groups(), isinstance(error, TpkernelsError)
-            if isinstance(error, HARMLESS) and (
-                len(broken) == 1 or isinstance(error, CaptureError)
+            groups_to_break, is_tpkernels_error = self._groups(), isinstance(error, TpkernelsError)
+            if isinstance(error, RECOVERABLE) and (
+                len(groups_to_break) == 1 or isinstance(error, CaptureError)
             ):
                 raise
-            for group in broken:  # the error's peer is a rank of one group only
-                group.break_between_calls(type(error)(f"{product}: {error}") if ours else error)
+            for group in groups_to_break:  # error without ``peer``: that rank is in only one group
+                group.break_between_calls(
+                    type(error)(f"{matmul}: {error}") if is_tpkernels_error else error
+                )
             if isinstance(error, TpkernelsError):
-                raise type(error)(f"{product}: {error}", peer=error.peer) from error
+                raise type(error)(f"{matmul}: {error}", peer=error.peer) from error
             raise
 
 
-def machine_of(mesh: DeviceMesh) -> Profile:
-    """Return the machine that the ranks of a mesh have agreed on; before that, and on a rank
-    outside the mesh, this rank's machine. Local."""
-    agreed = None if mesh.get_coordinate() is None else Agreement.on(mesh).machine
-    return agreed or machine_here(mesh.device_type, mesh.size())[1]
+def get_machine(mesh: DeviceMesh) -> Profile:
+    """Return the machine that the ranks of a mesh have agreed on. Local.
+
+    Before the first handshake, and on ranks outside the mesh, return the local machine.
+    """
+    agreed = None if mesh.get_coordinate() is None else Agreement.for_mesh(mesh).machine
+    return agreed or load_local_profile(mesh.device_type, mesh.size())[1]

@@ -1,7 +1,7 @@
-"""Where the parts of a DTensor lie: sizes of shards, and what a mesh holds of a tensor in all.
+"""Shard shapes of DTensors, and element counts over a mesh.
 
-A DTensor splits a dim as ``torch.chunk`` does, mesh dims from left to right: with ``(Shard(0),
-Shard(0))`` mesh dim 1 splits the chunk that mesh dim 0 has left.
+A DTensor splits a dim like ``torch.chunk``, for each mesh dim from left to right. With ``(Shard(0),
+Shard(0))``, mesh dim 1 splits the chunk of mesh dim 0.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tpkernels.common.shards import chunk_sizes
 Placements: TypeAlias = tuple[Placement, ...]
 
 
-def with_placement(placements: Placements, mesh_dim: int, placement: Placement) -> Placements:
-    """Return the placements with another one on a mesh dim."""
+def replace_placement(placements: Placements, mesh_dim: int, placement: Placement) -> Placements:
+    """Return the placements with ``placement`` on mesh dim ``mesh_dim``."""
     return (*placements[:mesh_dim], placement, *placements[mesh_dim + 1 :])
 
 
@@ -30,8 +30,10 @@ def local_shape(
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
 ) -> tuple[int, ...]:
-    """Return the shape of what the rank at ``coordinate`` holds. Placements on the first mesh dims
-    alone may be given."""
+    """Return the shape of the shard of the rank at ``coordinate``.
+
+    ``placements`` may cover only the first mesh dims.
+    """
     local = list(shape)
     for placement, size, index in zip(placements, mesh_shape, coordinate, strict=False):
         if isinstance(placement, Shard):
@@ -39,72 +41,86 @@ def local_shape(
     return tuple(local)
 
 
-def held_elements(shape: Sequence[int], placements: Placements, mesh_shape: Sequence[int]) -> int:
-    """Count the elements that all ranks of the mesh hold together: those of the tensor, once for
-    each rank along the mesh dims that do not split it. Exact for uneven shards, too."""
+def count_stored_elements(
+    shape: Sequence[int], placements: Placements, mesh_shape: Sequence[int]
+) -> int:
+    """Count the elements that all ranks of the mesh store in total. Exact for uneven shards.
+
+    Each element counts once per rank along the mesh dims that do not shard the tensor.
+    """
     sizes = zip(mesh_shape, placements, strict=True)
-    return prod(shape) * prod(size for size, one in sizes if not isinstance(one, Shard))
+    return prod(shape) * prod(size for size, placement in sizes if not isinstance(placement, Shard))
 
 
 @functools.lru_cache(maxsize=4096)
-def exchanged_elements(
+def count_exchanged_elements(
     shape: tuple[int, ...],
     placements: Placements,
     mesh_shape: tuple[int, ...],
     mesh_dim: int,
-    to: int,
+    new_dim: int,
 ) -> int:
-    """Count the elements that all ranks receive if Shard(i) on a mesh dim becomes Shard(to): what
-    they hold after it and not before."""
-    one, ranks = placements[mesh_dim], prod(mesh_shape)
-    assert isinstance(one, Shard)
-    after = with_placement(placements, mesh_dim, Shard(to))
-    if not (shape[one.dim] % ranks or shape[to] % ranks):  # all shards are alike
-        held = held_elements(shape, after, mesh_shape)
-        return held // mesh_shape[mesh_dim] * (mesh_shape[mesh_dim] - 1)
+    """Count the elements that all ranks receive if Shard(i) on a mesh dim becomes Shard(new_dim).
+
+    A rank receives the elements of its new shard that are not in its old shard.
+    """
+    placement, ranks = placements[mesh_dim], prod(mesh_shape)
+    assert isinstance(placement, Shard)
+    new_placements = replace_placement(placements, mesh_dim, Shard(new_dim))
+    if not (shape[placement.dim] % ranks or shape[new_dim] % ranks):  # all shards have equal sizes
+        stored = count_stored_elements(shape, new_placements, mesh_shape)
+        return stored // mesh_shape[mesh_dim] * (mesh_shape[mesh_dim] - 1)
     received = 0
     for coordinate in itertools.product(*map(range, mesh_shape)):
-        had = local_shape(shape, placements, mesh_shape, coordinate)
-        has = local_shape(shape, after, mesh_shape, coordinate)
-        received += prod(has) - prod(map(min, had, has))
+        old_shard = local_shape(shape, placements, mesh_shape, coordinate)
+        new_shard = local_shape(shape, new_placements, mesh_shape, coordinate)
+        received += prod(new_shard) - prod(map(min, old_shard, new_shard))
     return received
 
 
-def placements_text(placements: Placements) -> str:
-    """Write ``S0,R`` for ``(Shard(0), Replicate())``; P for Partial."""
+def format_placements(placements: Placements) -> str:
+    """Format placements as text: ``S0,R`` for ``(Shard(0), Replicate())``, P for Partial."""
     return ",".join(
-        f"S{one.dim}" if isinstance(one, Shard) else "R" if isinstance(one, Replicate) else "P"
-        for one in placements
+        f"S{placement.dim}"
+        if isinstance(placement, Shard)
+        else "R"
+        if isinstance(placement, Replicate)
+        else "P"
+        for placement in placements
     )
 
 
-def checked_placements(
-    placements: Sequence[Placement], tensor_dims: int, mesh_dims: int, what: str
+def check_placements(
+    placements: Sequence[Placement], tensor_dims: int, mesh_dims: int, name: str
 ) -> Placements:
-    """Return the placements of a tensor, with dims counted from 0.
+    """Return the placements of a tensor, with nonnegative dims.
 
     Raises:
-        ValueError: one placement too many or too few, or a dim that the tensor does not have.
-        NotImplementedError: a placement other than Shard, Replicate and a sum's Partial.
+        ValueError: the number of placements is not the number of mesh dims, or a dim is out of
+            range.
+        NotImplementedError: a placement is not Shard, Replicate or Partial("sum").
     """
     if len(placements) != mesh_dims:
         raise ValueError(
-            f"{what} has {len(placements)} placements, but the mesh has {mesh_dims} dims; pass one "
+            f"{name} has {len(placements)} placements, but the mesh has {mesh_dims} dims; pass one "
             "placement per mesh dim"
         )
     result: list[Placement] = []
-    for one in placements:
-        if type(one) is Shard:
-            if not -tensor_dims <= one.dim < tensor_dims:
+    for placement in placements:
+        if type(placement) is Shard:
+            if not -tensor_dims <= placement.dim < tensor_dims:
                 raise ValueError(
-                    f"{what} has Shard({one.dim}), but the tensor has dims 0 to {tensor_dims - 1}"
+                    f"{name} has Shard({placement.dim}), but the tensor has dims 0 to "
+                    f"{tensor_dims - 1}"
                 )
-            result.append(Shard(one.dim % tensor_dims))
-        elif type(one) is Replicate or (type(one) is Partial and one.reduce_op == "sum"):
-            result.append(one)
+            result.append(Shard(placement.dim % tensor_dims))
+        elif type(placement) is Replicate or (
+            type(placement) is Partial and placement.reduce_op == "sum"
+        ):
+            result.append(placement)
         else:
             raise NotImplementedError(
-                f"{what} has {one!r}; supported: Shard, Replicate and Partial('sum'). Redistribute "
-                "it first"
+                f"{name} has {placement!r}; supported: Shard, Replicate and Partial('sum'). "
+                "Redistribute it first"
             )
     return tuple(result)

@@ -1,14 +1,17 @@
-"""Every way to compute a sharded matrix product on a mesh, and what each costs on a machine. Pure.
+"""Plans of a sharded matmul on a mesh, and their cost on a machine. Pure functions.
 
-Algorithm: on each mesh dim the ranks split the product in one of a few ways (`_SPLITS`), which
-fixes where x and w must lie before the local product and where the result lies after it. For
-every combination of splits over the mesh dims, the steps that move the fewest bytes lead there from
-where x and w are, and from the result to where it is wanted (a shortest path over placements,
-`_routes`). One step next to the product, the one that moves the most, becomes one op with it, cut
-into one chunk for each rank.
+Algorithm:
 
-The cost model is that of planning/cost.py. Left out: flops and copies of reductions and slices,
-tiles that do not fill a device, and the time of launching.
+1. A strategy selects a split for each mesh dim (`_SPLITS`). The splits determine the placements of
+   x and w before the local matmul, and the placements of the result after it.
+2. For every strategy, find the steps that receive the fewest bytes: from the placements of the
+   operands to the placements of the strategy, and from its result to the requested placements. This
+   is a shortest path over placements (`_shortest_paths`).
+3. Of the fusable steps next to the matmul, fuse the step that receives the most bytes. The fused op
+   runs in one chunk per rank.
+
+The cost model is in planning/cost.py. It ignores flops and copies of reductions and slices, tiles
+that do not fill a device, and launch times.
 """
 
 from __future__ import annotations
@@ -25,11 +28,11 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from tpkernels.mesh.layout import (
     Placements,
-    exchanged_elements,
-    held_elements,
+    count_exchanged_elements,
+    count_stored_elements,
+    format_placements,
     local_shape,
-    placements_text,
-    with_placement,
+    replace_placement,
 )
 from tpkernels.planning.cost import (
     Profile,
@@ -39,7 +42,7 @@ from tpkernels.planning.cost import (
     matmul_seconds,
 )
 
-# What the ranks along a mesh dim split: where x [M, K] and w [K, N] lie, and the result then.
+# Splits of a matmul over the ranks of a mesh dim: placements of x [M, K], w [K, N] and the result.
 _SPLITS: Mapping[str, tuple[Placement, Placement, Placement]] = MappingProxyType(
     {
         "M": (Shard(0), Replicate(), Shard(0)),
@@ -54,8 +57,10 @@ _SPLITS: Mapping[str, tuple[Placement, Placement, Placement]] = MappingProxyType
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulProblem:
-    """A sharded matrix product, the same on all ranks: [m, k] @ [k, n] in all, with the placements
-    of x, w and the result."""
+    """A sharded matmul [m, k] @ [k, n], with the placements of x, w and the result.
+
+    Sizes are unsharded. Identical on all ranks.
+    """
 
     m: int
     k: int
@@ -63,31 +68,31 @@ class MatmulProblem:
     mesh_shape: tuple[int, ...]
     x: Placements
     w: Placements
-    out: Placements | None  #: None: any without Partial
-    itemsize: int  #: bytes of an element
-    partial_itemsize: int | None = None  #: of the result while it is Partial; None: the same
+    out: Placements | None  #: None: any placements without Partial
+    itemsize: int  #: bytes per element
+    partial_itemsize: int | None = None  #: for a Partial result; None: ``itemsize``
 
     @property
     def operands(self) -> str:
         """Return the operands as text, such as ``[8, 16] S0 @ [16, 4] R``."""
-        x, w = placements_text(self.x), placements_text(self.w)
+        x, w = format_placements(self.x), format_placements(self.w)
         return f"[{self.m}, {self.k}] {x} @ [{self.k}, {self.n}] {w}"
 
     def __str__(self) -> str:
         return f"{self.operands} on a mesh of {' x '.join(map(str, self.mesh_shape))}"
 
-    def itemsize_of(self, operand: str, placements: Placements) -> int:
-        """Return the bytes of an element of "x", "w" or "out" on its way from or to the product."""
+    def get_itemsize(self, operand: str, placements: Placements) -> int:
+        """Return the bytes per communicated element of "x", "w" or "out"."""
         if operand == "out" and self.partial_itemsize is not None and Partial() in placements:
             return self.partial_itemsize
         return self.itemsize
 
     def shape(self, operand: str) -> tuple[int, int]:
-        """Return the shape of the whole "x", "w" or "out"."""
+        """Return the unsharded shape of "x", "w" or "out"."""
         return {"x": (self.m, self.k), "w": (self.k, self.n), "out": (self.m, self.n)}[operand]
 
-    def largest(self, operand: str, placements: Placements) -> tuple[int, int]:
-        """Return the shape of the first rank's shard: none is larger."""
+    def max_shard_shape(self, operand: str, placements: Placements) -> tuple[int, int]:
+        """Return the shape of the largest shard, which is the shard of the first rank."""
         first = (0,) * len(self.mesh_shape)
         rows, columns = local_shape(self.shape(operand), placements, self.mesh_shape, first)
         return rows, columns
@@ -95,38 +100,45 @@ class MatmulProblem:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A change of one tensor's placement on one mesh dim: "all_gather" (Shard to Replicate),
-    "reduce_scatter" (Partial to Shard), "all_reduce" (Partial to Replicate), "all_to_all" (Shard to
-    Shard) or "slice" (Replicate to Shard, without communication)."""
+    """A change of the placement of one tensor on one mesh dim.
+
+    ``kind`` is one of
+
+    - "all_gather": Shard to Replicate,
+    - "reduce_scatter": Partial to Shard,
+    - "all_reduce": Partial to Replicate,
+    - "all_to_all": Shard to Shard,
+    - "slice": Replicate to Shard, without communication.
+    """
 
     kind: str
     operand: str  #: "x", "w" or "out"
-    mesh_dim: int  #: whose ranks take part
-    tensor_dim: int | None  #: that is gathered, scattered or sliced; None for an all-reduce
-    nbytes: int = 0  #: received by all ranks of the mesh; an all-reduce counts twice
-    scatter_dim: int | None = None  #: of an all-to-all, which gathers ``tensor_dim``
+    mesh_dim: int  #: mesh dim of the communicating ranks
+    tensor_dim: int | None  #: gathered, scattered or sliced dim; None for an all-reduce
+    nbytes: int = 0  #: bytes received by all ranks of the mesh; an all-reduce counts twice
+    scatter_dim: int | None = None  #: scattered dim of an all-to-all, which gathers ``tensor_dim``
 
     @property
     def communicates(self) -> bool:
         return self.kind != "slice"
 
     def after(self, placements: Placements) -> Placements:
-        """Return the placements that the step leaves behind."""
+        """Return the placements after the step."""
         split = self.tensor_dim if self.kind in ("reduce_scatter", "slice") else self.scatter_dim
-        left = Replicate() if split is None else Shard(split)
-        return with_placement(placements, self.mesh_dim, left)
+        placement = Replicate() if split is None else Shard(split)
+        return replace_placement(placements, self.mesh_dim, placement)
 
     def seconds(self, profile: Profile, mesh_shape: Sequence[int]) -> float:
-        """Return what the step alone takes on a machine."""
+        """Return the time of the step on a machine, without overlap."""
         ranks = mesh_shape[self.mesh_dim]
         if not self.communicates or ranks == 1:
             return 0.0
         passes = 2 if self.kind == "all_reduce" else 1
-        whole = self.nbytes / prod(mesh_shape) / passes * ranks / (ranks - 1)
+        full_nbytes = self.nbytes / prod(mesh_shape) / passes * ranks / (ranks - 1)
         stride = prod(mesh_shape[self.mesh_dim + 1 :])
         if self.kind == "all_to_all":
-            return all_to_all_seconds(profile, whole, ranks, stride=stride)
-        return collective_seconds(profile, whole, ranks, stride=stride, passes=passes)
+            return all_to_all_seconds(profile, full_nbytes, ranks, stride=stride)
+        return collective_seconds(profile, full_nbytes, ranks, stride=stride, passes=passes)
 
     def __str__(self) -> str:
         name = self.kind.replace("_", "-")
@@ -137,19 +149,26 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulPlan:
-    """One way to compute a `MatmulProblem`. ``strategy`` is what each mesh dim splits: "M", "N",
-    "K"; "none": its ranks all compute the same; "sum_x", "sum_w": each multiplies its addend of the
-    Partial x or w. ``nbytes`` are those that all ranks of the mesh receive, ``flops`` those of
-    all."""
+    """A plan of a sharded matmul.
+
+    ``strategy`` names the split on each mesh dim:
+
+    - "M", "N", "K": rows of the result, columns of the result, or the summed dim.
+    - "none": all ranks compute the same matmul.
+    - "sum_x", "sum_w": each rank multiplies the local addend of the Partial x or w.
+
+    ``nbytes`` counts the bytes that all ranks of the mesh receive, ``flops`` the flops of all
+    ranks.
+    """
 
     strategy: str
-    before: tuple[Step, ...]  #: on x and w
-    fused: Step | None  #: that is one op with the product
-    after: tuple[Step, ...]  #: on the result
-    x: Placements  #: of the local product's operands, after a ``fused`` gather
-    w: Placements
-    result: Placements  #: of its result, after a ``fused`` reduction
-    out: Placements
+    before: tuple[Step, ...]  #: steps on x and w
+    fused: Step | None  #: step that is fused with the matmul
+    after: tuple[Step, ...]  #: steps on the result
+    x: Placements  #: placements of x in the local matmul, after a ``fused`` gather
+    w: Placements  #: placements of w in the local matmul, after a ``fused`` gather
+    result: Placements  #: placements of its result, after a ``fused`` reduction
+    out: Placements  #: placements after all steps
     nbytes: int
     flops: int
 
@@ -160,29 +179,29 @@ class MatmulPlan:
 
     @property
     def moves_result(self) -> bool:
-        """Return whether a step moves the product's result."""
+        """Return whether a step communicates or slices the result of the matmul."""
         return bool(self.after) or (self.fused is not None and self.fused.operand == "out")
 
     @property
     def cost(self) -> tuple[int, int, int]:
-        """Return what decides between plans without a machine."""
+        """Return the sort key of plans without a machine."""
         return self.nbytes, self.flops, len(self.steps)
 
     def __str__(self) -> str:
-        texts = [str(step) for step in self.before]
+        items = [str(step) for step in self.before]
         if self.fused is None:
-            texts.append("matmul")
+            items.append("matmul")
         elif self.fused.operand == "out":
-            texts.append(f"[matmul + {self.fused}]")
+            items.append(f"[matmul + {self.fused}]")
         else:
-            texts.append(f"[{self.fused} + matmul]")
-        return "; ".join(texts + [str(step) for step in self.after])
+            items.append(f"[{self.fused} + matmul]")
+        return "; ".join(items + [str(step) for step in self.after])
 
 
-# The plans of a problem.
+# Plans of a problem.
 
 
-def steps_from(
+def possible_steps(
     operand: str,
     shape: tuple[int, ...],
     placements: Placements,
@@ -190,11 +209,12 @@ def steps_from(
     itemsize: int,
     partial_itemsize: int,
 ) -> list[Step]:
-    """Return every step that can be taken. An element has ``itemsize`` bytes, or
-    ``partial_itemsize`` as long as the tensor is Partial anywhere.
+    """Return all steps that the placements allow.
 
-    A mesh dim can gather or split a tensor dim only if no later mesh dim splits it: mesh dims
-    split from left to right, so the later one's shards are shards of this one's.
+    An element has ``itemsize`` bytes, or ``partial_itemsize`` bytes while any placement is Partial.
+
+    A mesh dim can gather or split a tensor dim only if no later mesh dim splits it: mesh dims split
+    from left to right, so shards of a later mesh dim are shards of shards.
     """
     steps = []
     for mesh_dim, placement in enumerate(placements):
@@ -206,12 +226,14 @@ def steps_from(
             changes = [("all_reduce", None, None)]
             changes += [("reduce_scatter", dim, None) for dim in free]
         elif placement.dim in free:
-            others = [dim for dim in free if dim != placement.dim]
+            other_dims = [dim for dim in free if dim != placement.dim]
             changes = [("all_gather", placement.dim, None)]
-            changes += [("all_to_all", placement.dim, dim) for dim in others]
-        # The ranks along the mesh dim hold the whole once, together, in the size before the step.
-        whole = held_elements(shape, with_placement(placements, mesh_dim, Shard(0)), mesh_shape)
-        before = partial_itemsize if Partial() in placements else itemsize
+            changes += [("all_to_all", placement.dim, dim) for dim in other_dims]
+        # Number of elements on the mesh if the ranks along mesh_dim held each element once.
+        num_elements = count_stored_elements(
+            shape, replace_placement(placements, mesh_dim, Shard(0)), mesh_shape
+        )
+        old_itemsize = partial_itemsize if Partial() in placements else itemsize
         for kind, dim, scatter_dim in changes:
             step = Step(
                 kind=kind,
@@ -221,18 +243,22 @@ def steps_from(
                 scatter_dim=scatter_dim,
             )
             if scatter_dim is not None:
-                moved = exchanged_elements(shape, placements, mesh_shape, mesh_dim, scatter_dim)
+                num_received = count_exchanged_elements(
+                    shape, placements, mesh_shape, mesh_dim, scatter_dim
+                )
             else:
-                moved = whole * (mesh_shape[mesh_dim] - 1) * step.communicates
-            each = before
+                num_received = num_elements * (mesh_shape[mesh_dim] - 1) * step.communicates
+            received_itemsize = old_itemsize
             if kind == "all_reduce":
-                each += partial_itemsize if Partial() in step.after(placements) else itemsize
-            steps.append(replace(step, nbytes=moved * each))
+                received_itemsize += (
+                    partial_itemsize if Partial() in step.after(placements) else itemsize
+                )
+            steps.append(replace(step, nbytes=num_received * received_itemsize))
     return steps
 
 
 @functools.lru_cache(maxsize=4096)
-def _routes(
+def _shortest_paths(
     operand: str,
     shape: tuple[int, int],
     start: Placements,
@@ -240,158 +266,177 @@ def _routes(
     itemsize: int,
     partial_itemsize: int,
 ) -> Mapping[Placements, tuple[Step, ...]]:
-    """Find the steps that move the fewest bytes from ``start`` to each placement that can be
-    reached; among these the fewest steps."""
+    """Find the steps that receive the fewest bytes from ``start`` to each reachable placement.
+
+    Ties are broken by the number of steps.
+    """
     order = itertools.count()  # placements do not compare
     queue: list[tuple[int, int, int, Placements, tuple[Step, ...]]] = [(0, 0, 0, start, ())]
-    found: dict[Placements, tuple[Step, ...]] = {}
+    paths: dict[Placements, tuple[Step, ...]] = {}
     while queue:
-        nbytes, count, _, placements, route = heapq.heappop(queue)
-        if placements in found:
+        nbytes, count, _, placements, path = heapq.heappop(queue)
+        if placements in paths:
             continue
-        found[placements] = route
-        for step in steps_from(operand, shape, placements, mesh_shape, itemsize, partial_itemsize):
+        paths[placements] = path
+        for step in possible_steps(
+            operand, shape, placements, mesh_shape, itemsize, partial_itemsize
+        ):
             entry = (nbytes + step.nbytes, count + 1, next(order))
-            heapq.heappush(queue, (*entry, step.after(placements), (*route, step)))
-    return MappingProxyType(found)
+            heapq.heappush(queue, (*entry, step.after(placements), (*path, step)))
+    return MappingProxyType(paths)
 
 
 def _fusable(step: Step) -> bool:
-    """Return whether an op does the step and the product: the ops gather rows of their left
-    operand, or of w^T by ``w^T x^T``, but not the dim that the product sums over."""
+    """Return whether an op fuses the step with the matmul.
+
+    The ops can gather rows of their left operand. To gather columns of w, run ``w^T x^T``: these
+    are rows of w^T. The ops cannot gather the summed dim.
+    """
     if step.operand == "out":
         return step.kind in ("reduce_scatter", "all_reduce")
     return step.kind == "all_gather" and step.tensor_dim == "xw".index(step.operand)
 
 
 def _plan(
-    problem: MatmulProblem, strategy: tuple[str, ...], routes: Sequence[tuple[Step, ...]]
+    problem: MatmulProblem, strategy: tuple[str, ...], paths: Sequence[tuple[Step, ...]]
 ) -> MatmulPlan:
-    """Make the plan of a strategy with the steps on x, on w and on the result."""
-    x_route, w_route, out_route = routes
-    candidates = [*x_route[-1:], *w_route[-1:], *out_route[:1]]
+    """Return the plan of a strategy with the given steps on x, on w and on the result."""
+    x_path, w_path, out_path = paths
+    candidates = [*x_path[-1:], *w_path[-1:], *out_path[:1]]
     fusable = [step for step in candidates if step.nbytes and _fusable(step)]
     fused = max(fusable, key=lambda step: step.nbytes, default=None)
-    x, w, result = _placements_of(strategy)
+    x, w, result = _strategy_placements(strategy)
     if fused is not None and fused.operand == "out":
         result = fused.after(result)
-    after = tuple(step for step in out_route if step is not fused)
+    after = tuple(step for step in out_path if step is not fused)
     sizes = zip(problem.mesh_shape, strategy, strict=True)
     copies = prod(size for size, split in sizes if split not in ("M", "N", "K"))
     return MatmulPlan(
         strategy=",".join(strategy),
-        before=tuple(step for step in (*x_route, *w_route) if step is not fused),
+        before=tuple(step for step in (*x_path, *w_path) if step is not fused),
         fused=fused,
         after=after,
         x=x,
         w=w,
         result=result,
         out=functools.reduce(lambda placements, step: step.after(placements), after, result),
-        nbytes=sum(step.nbytes for route in routes for step in route),
+        nbytes=sum(step.nbytes for path in paths for step in path),
         flops=2 * problem.m * problem.k * problem.n * copies,
     )
 
 
-def _placements_of(strategy: Sequence[str]) -> tuple[Placements, Placements, Placements]:
-    """Return where x, w and the local product's result lie."""
+def _strategy_placements(strategy: Sequence[str]) -> tuple[Placements, Placements, Placements]:
+    """Return the placements of x, w and the result of the local matmul."""
     x, w, out = zip(*(_SPLITS[split] for split in strategy), strict=True)
     return x, w, out
 
 
 @functools.lru_cache(maxsize=1024)
-def plans_for(problem: MatmulProblem) -> tuple[MatmulPlan, ...]:
-    """Make one plan for each strategy that can give the result, the cheapest first: the fewest
-    bytes, then the fewest flops, then the fewest steps."""
+def make_plans(problem: MatmulProblem) -> tuple[MatmulPlan, ...]:
+    """Return one plan for each strategy that can produce the result, cheapest first.
 
-    def routes(operand: str, start: Placements) -> Mapping[Placements, tuple[Step, ...]]:
+    The order is by bytes, then by flops, then by number of steps.
+    """
+
+    def find_paths(operand: str, start: Placements) -> Mapping[Placements, tuple[Step, ...]]:
         shape, mesh = problem.shape(operand), problem.mesh_shape
-        partial = problem.itemsize_of(operand, (Partial(),))
-        return _routes(operand, shape, start, mesh, problem.itemsize, partial)
+        partial = problem.get_itemsize(operand, (Partial(),))
+        return _shortest_paths(operand, shape, start, mesh, problem.itemsize, partial)
 
-    from_x, from_w = routes("x", problem.x), routes("w", problem.w)
+    from_x, from_w = find_paths("x", problem.x), find_paths("w", problem.w)
     plans = []
     for strategy in itertools.product(_SPLITS, repeat=len(problem.mesh_shape)):
-        x, w, out = _placements_of(strategy)
+        x, w, out = _strategy_placements(strategy)
         if x not in from_x or w not in from_w:
             continue
-        from_out = routes("out", out)
+        from_out = find_paths("out", out)
         targets = [problem.out] if problem.out else [t for t in from_out if Partial() not in t]
-        ways = [(from_x[x], from_w[w], from_out[t]) for t in targets if t in from_out]
-        if ways:
-            made = (_plan(problem, strategy, way) for way in ways)
-            plans.append(min(made, key=lambda plan: plan.cost))
+        candidates = [(from_x[x], from_w[w], from_out[t]) for t in targets if t in from_out]
+        if candidates:
+            plans_of_strategy = (_plan(problem, strategy, paths) for paths in candidates)
+            plans.append(min(plans_of_strategy, key=lambda plan: plan.cost))
     return tuple(sorted(plans, key=lambda plan: plan.cost))
 
 
-# What they cost on a machine.
+# Cost of plans on a machine.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a plan costs the rank with the largest shards."""
+    """Predicted cost of a plan on the rank with the largest shards."""
 
     seconds: float
-    product: float  #: of these, the local product alone
-    communication: float  #: seconds of all collectives alone
+    product: float  #: seconds of the local matmul, without communication
+    communication: float  #: seconds of all collectives, without overlap
     memory: int  #: peak bytes of operands, temporaries and results
 
     @property
     def exposed(self) -> float:
-        """Return the seconds in which the rank does not multiply."""
+        """Return the communication time that the matmul does not hide, in seconds."""
         return self.seconds - self.product
 
     def fits(self, profile: Profile) -> bool:
-        """Return whether the device's memory, if its size is known, is enough."""
+        """Return whether the plan fits into the device memory. True if its size is unknown."""
         return not 0 < profile.memory < self.memory
 
 
 def estimate(plan: MatmulPlan, problem: MatmulProblem, profile: Profile) -> Estimate:
-    """Estimate what a plan costs on a machine."""
+    """Estimate the cost of a plan on a machine."""
     mesh = problem.mesh_shape
-    (m, k), n = problem.largest("x", plan.x), problem.largest("w", plan.w)[1]
-    product = matmul_seconds(profile, m, k, n, problem.itemsize)
+    (m, k), n = problem.max_shard_shape("x", plan.x), problem.max_shard_shape("w", plan.w)[1]
+    matmul_time = matmul_seconds(profile, m, k, n, problem.itemsize)
     seconds = {step: step.seconds(profile, mesh) for step in plan.steps}
-    total = product + sum(time for step, time in seconds.items() if step is not plan.fused)
+    total = matmul_time + sum(time for step, time in seconds.items() if step is not plan.fused)
     if plan.fused is not None:
         fused, ranks = plan.fused, mesh[plan.fused.mesh_dim]
-        # Rows of the result, but its columns for a gather of w or a scatter of columns.
-        cut = 2 if fused.operand == "w" or fused.tensor_dim == 1 else 0
-        both = fused_seconds(profile, (m, k, n), cut, seconds[fused], ranks, problem.itemsize)
-        total += both - product
+        # Chunks split rows of the result, or columns for a gather of w or a scatter of columns.
+        split_dim = 2 if fused.operand == "w" or fused.tensor_dim == 1 else 0
+        fused_time = fused_seconds(
+            profile, (m, k, n), split_dim, seconds[fused], ranks, problem.itemsize
+        )
+        total += fused_time - matmul_time
     return Estimate(
         seconds=total,
-        product=product,
+        product=matmul_time,
         communication=sum(seconds.values()),
         memory=_peak_memory(plan, problem),
     )
 
 
 def _peak_memory(plan: MatmulPlan, problem: MatmulProblem) -> int:
-    """Estimate the peak. The operands are there throughout, each step's input until the step ends,
-    and what the product multiplies until it is done. A Partial result that no step moves is in the
-    operands' dtype from the product on."""
+    """Estimate the peak memory in bytes.
+
+    - The operands are allocated throughout.
+    - The input of a step is freed when the step ends, and the inputs of the matmul when it ends.
+    - If no step moves a Partial result, it has the operand dtype from the matmul on.
+    """
 
     def nbytes(operand: str, placements: Placements) -> int:
-        elements = prod(problem.largest(operand, placements))
+        elements = prod(problem.max_shard_shape(operand, placements))
         if operand == "out" and not plan.moves_result:
             return elements * problem.itemsize
-        return elements * problem.itemsize_of(operand, placements)
+        return elements * problem.get_itemsize(operand, placements)
 
-    at, made = {"x": problem.x, "w": problem.w, "out": plan.result}, list[tuple[str, Placements]]()
-    operands = sum(nbytes(name, at[name]) for name in "xw")
+    current, created = (
+        {"x": problem.x, "w": problem.w, "out": plan.result},
+        list[tuple[str, Placements]](),
+    )
+    operands = sum(nbytes(name, current[name]) for name in "xw")
     fused = [plan.fused] if plan.fused else []
     for step in (*plan.before, *(step for step in fused if step.operand != "out")):
-        at[step.operand] = step.after(at[step.operand])
+        current[step.operand] = step.after(current[step.operand])
         if step.communicates:  # a slice is a view
-            made.append((step.operand, at[step.operand]))
-    reductions = [step for step in fused if step.operand == "out"]  # which follow the product
-    made += [("out", with_placement(at["out"], step.mesh_dim, Partial())) for step in reductions]
-    made.append(("out", at["out"]))
+            created.append((step.operand, current[step.operand]))
+    reductions = [step for step in fused if step.operand == "out"]  # these follow the matmul
+    created += [
+        ("out", replace_placement(current["out"], step.mesh_dim, Partial())) for step in reductions
+    ]
+    created.append(("out", current["out"]))
     for step in plan.after:
-        at["out"] = step.after(at["out"])
-        made.append(("out", at["out"]))
+        current["out"] = step.after(current["out"])
+        created.append(("out", current["out"]))
     peak, temporary = operands, dict[str, int]()
-    for operand, placements in made:
+    for operand, placements in created:
         size = nbytes(operand, placements)
         peak = max(peak, operands + sum(temporary.values()) + size)
         temporary = {"out": size} if operand == "out" else {**temporary, operand: size}
@@ -399,32 +444,36 @@ def _peak_memory(plan: MatmulPlan, problem: MatmulProblem) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def ranked(problem: MatmulProblem, profile: Profile) -> tuple[tuple[MatmulPlan, Estimate], ...]:
-    """Return the plans of `plans_for` with their cost: those that fit into the device's memory
-    first, of these the fastest; the fewest bytes decide between equals. The same on all ranks that
-    have the same profile."""
-    pairs = [(plan, estimate(plan, problem, profile)) for plan in plans_for(problem)]
-    # Rounded, because sums of the same times in another order differ in the last bits. The sort is
-    # stable, and plans_for sorts by bytes.
+def sort_plans(problem: MatmulProblem, profile: Profile) -> tuple[tuple[MatmulPlan, Estimate], ...]:
+    """Return the plans of `make_plans` with their estimates, best first.
+
+    Plans that fit into the device memory come before all others. Then the fastest plans come first,
+    and ties are broken by bytes. The order is identical on all ranks with the same profile.
+    """
+    pairs = [(plan, estimate(plan, problem, profile)) for plan in make_plans(problem)]
+    # Round the times: sums of equal times in a different order differ in the last bits. Ties keep
+    # the order of make_plans, by bytes, because the sort is stable.
     return tuple(
         sorted(pairs, key=lambda pair: (not pair[1].fits(profile), round(pair[1].seconds, 12)))
     )
 
 
 def choose(problem: MatmulProblem, strategy: str, profile: Profile | None = None) -> MatmulPlan:
-    """Return the plan of ``strategy``. For "auto": the fastest plan by ``profile``, or without a
-    profile the one that moves the fewest bytes.
+    """Return the plan of ``strategy``.
+
+    For "auto", return the fastest plan by ``profile``, or without a profile the plan with the
+    fewest bytes.
 
     Raises:
-        ValueError: there is no such strategy, or it cannot give the result.
+        ValueError: the strategy does not exist, or cannot produce the result.
     """
-    plans: Sequence[MatmulPlan] = plans_for(problem)
+    plans: Sequence[MatmulPlan] = make_plans(problem)
     if profile is not None:
-        plans = [plan for plan, _ in ranked(problem, profile)]
+        plans = [plan for plan, _ in sort_plans(problem, profile)]
     for plan in plans:
         if strategy in ("auto", plan.strategy):
             return plan
-    out = placements_text(problem.out) if problem.out else "any"
+    out = format_placements(problem.out) if problem.out else "any"
     raise ValueError(
         f"strategy is {strategy!r}, which is not available for {problem} -> {out}; "
         f"choose from 'auto', {', '.join(repr(plan.strategy) for plan in plans)}"

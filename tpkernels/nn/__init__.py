@@ -1,18 +1,19 @@
-"""Layers that are sharded over the ranks of a group, built from the ops.
+"""Tensor-parallel layers, built from the fused ops and sharded over the ranks of a group.
 
-All take these arguments:
+All layers accept these arguments:
 
-- ``group``: a ProcessGroup, a DeviceMesh (dimension) or a group's name.
-- ``sequence_parallel``: whether the activations between layers are split, so that each rank has its
-  rows of the sequence. By default all ranks have all rows.
-- ``sequence_dim``: the dim of the sequence, 0 by default.
-- ``device``, ``dtype``: of the parameters, as torch's layers take them.
+- ``group``: a ProcessGroup, a DeviceMesh (dimension) or a group name.
+- ``sequence_parallel``: if True, activations between layers are sharded along the sequence, and
+  each rank holds only the local rows. By default every rank holds all rows.
+- ``sequence_dim``: sequence dim of the activations, 0 by default.
+- ``device``, ``dtype``: device and dtype of the parameters, as for ``torch.nn`` layers.
 
-Calls take ``shard_sizes``, the rows of each rank along ``sequence_dim``, unless they are all equal.
+Calls accept ``shard_sizes``, the number of rows of each rank along ``sequence_dim``. It is required
+if the ranks hold different numbers of rows.
 
-With the same random state on all ranks, the initial values are those of the unsharded layers. State
-dicts have their names and shapes: ``torch.distributed.checkpoint`` takes them as they are,
-``torch.save`` through `full_state_dict`.
+With the same random state on all ranks, each rank gets its shard of the initial values of the
+unsharded layer. State dicts have the names and shapes of the unsharded layers.
+``torch.distributed.checkpoint`` accepts them unchanged; for ``torch.save``, call `full_state_dict`.
 """
 
 from tpkernels.nn.blocks import ParallelAttention, ParallelMLP, RMSNorm

@@ -1,4 +1,4 @@
-"""The parts of a transformer block, with the parameter names of the Llama family."""
+"""RMSNorm, MLP and attention of a transformer, with the parameter names of the Llama family."""
 
 from __future__ import annotations
 
@@ -19,21 +19,25 @@ from tpkernels.nn.linear import (
 )
 from tpkernels.nn.regions import copy_to_ranks
 from tpkernels.nn.sharding import LayerOptions
-from tpkernels.torch_private import children_of
+from tpkernels.torch_private import direct_children
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 class RMSNorm(nn.Module):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim, computed in fp32 and rounded once.
+    """RMSNorm over the last dim, computed in fp32 and rounded once.
+
+    Equals ``torch.nn.RMSNorm(hidden_size, eps)``::
+
+        x / sqrt(mean(x^2) + eps) * weight
 
     Args:
         hidden_size: size of the last dim.
         eps: added to the mean square.
-        group: if each rank applies the weight to its own part of the input: its rows under sequence
-            parallelism, or its heads. The backward then sums the weight's gradient over the ranks.
-            None: all ranks have the same input, and the same gradient.
-        device, dtype: of the weight.
+        group: group of the ranks that apply the weight to different inputs: to the local rows under
+            sequence parallelism, or to the local heads. The backward then sums the weight gradient
+            over the ranks. None: all ranks have the same input and the same gradient.
+        device, dtype: device and dtype of the weight.
 
     ``weight`` is [hidden_size] on every rank.
     """
@@ -49,7 +53,7 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.hidden_size, self.eps = hidden_size, eps
-        self.group = None if group is None else groups.name_of(group)
+        self.group = None if group is None else groups.group_name(group)
         self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -58,12 +62,12 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise x [..., hidden_size]; the result has its shape and dtype."""
+        """Normalise x [..., hidden_size]. The result has the shape and dtype of ``x``."""
         weight = self.shared_weight().to(x.dtype)
         return F.rms_norm(x, (self.hidden_size,), weight, self.eps)
 
     def shared_weight(self) -> torch.Tensor:
-        """Return the weight; its gradient is summed if each rank has a part of the input."""
+        """Return the weight. With a ``group``, the backward sums its gradient over the ranks."""
         return self.weight if self.group is None else copy_to_ranks(self.weight, self.group)
 
     def extra_repr(self) -> str:
@@ -71,10 +75,14 @@ class RMSNorm(nn.Module):
 
 
 class ParallelMLP(nn.Module):
-    """``down_proj(activation(gate_proj(x)) * up_proj(x))``; gate and up share one all-gather.
+    """Gated MLP. The gate and up projections share one all-gather.
+
+    Equals this program on unsharded ``nn.Linear`` layers::
+
+        down_proj(activation(gate_proj(x)) * up_proj(x))
 
     Args:
-        hidden_size, intermediate_size: of the unsharded block.
+        hidden_size, intermediate_size: sizes of the unsharded block.
         group, options: see `tpkernels.nn`.
         bias: whether the three layers have biases.
         activation: applied to the gate.
@@ -106,10 +114,18 @@ class ParallelMLP(nn.Module):
         residual: torch.Tensor | None = None,
         shard_sizes: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Map x [..., hidden_size] to the same shape. ``residual``, of that shape, is added; the
-        output gets its dtype."""
-        # As self.gate_proj, without the time that takes.
-        modules: dict[str, Any] = children_of(self)
+        """Apply the block.
+
+        Args:
+            x: [..., hidden_size], all rows or, with ``sequence_parallel``, the local rows.
+            residual: added to the output. It has the shape of ``x``, and the output gets its dtype.
+            shard_sizes: number of rows of each rank.
+
+        Returns:
+            A tensor with the shape of ``x``.
+        """
+        # Faster than attribute access (``self.gate_proj``).
+        modules: dict[str, Any] = direct_children(self)
         layers = [modules["gate_proj"], modules["up_proj"]]
         gate, up = column_parallel(x, layers, shard_sizes=shard_sizes)
         inner = self.activation(gate) * up
@@ -118,15 +134,23 @@ class ParallelMLP(nn.Module):
 
 
 class ParallelAttention(nn.Module):
-    """Grouped-query attention; each rank has the heads of its key-value groups.
+    """Grouped-query attention. Each rank computes the heads of its key-value groups.
+
+    Equals this program on unsharded ``nn.Linear`` layers, with q, k and v split into heads::
+
+        q, k, v = rotate(q_proj(x)), rotate(k_proj(x)), v_proj(x)
+        o_proj(F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal))
 
     Args:
-        hidden_size: of input and output.
-        heads, kv_heads, head_dim: of the unsharded attention, as `QKVParallelLinear` takes them.
+        hidden_size: features of input and output.
+        heads, kv_heads, head_dim: sizes of the unsharded attention, see `QKVParallelLinear`.
         group, options: see `tpkernels.nn`.
         bias: whether the query, key and value projections have biases.
         out_bias: whether the output projection has a bias.
-        sequence_dim: the dim of the sequence, 0 (the default) or 1.
+        sequence_dim: the sequence dim, 0 (the default) or 1.
+
+    Raises:
+        ValueError: ``sequence_dim`` is not 0 or 1, or a size is invalid.
     """
 
     def __init__(
@@ -167,18 +191,26 @@ class ParallelAttention(nn.Module):
         residual: torch.Tensor | None = None,
         shard_sizes: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Map x [sequence, batch, hidden_size], or [batch, sequence, hidden_size] with
-        ``sequence_dim=1``, to the same shape.
+        """Apply the attention.
 
         Args:
-            rotary: (cos, sin) for all rows of the sequence, each [sequence, head_dim], with the
-                angles of the first half of head_dim repeated in the second; converted to x's dtype.
-                None: no rotary embedding.
-            attn_mask: as ``torch.nn.functional.scaled_dot_product_attention`` takes it; it must
-                broadcast to [batch, heads of this rank, sequence, sequence].
-            is_causal: whether rows attend only to themselves and earlier rows. By default they do
-                if there is no mask; with a mask, the mask alone decides.
-            residual: of the output's shape, added to it; the output gets its dtype.
+            x: [sequence, batch, hidden_size], or [batch, sequence, hidden_size] with
+                ``sequence_dim=1``. With ``sequence_parallel``, the local rows.
+            rotary: (cos, sin) for all rows of the sequence, each [sequence, head_dim]. The second
+                half of head_dim repeats the angles of the first half. Converted to the dtype of
+                ``x``. None: no rotary embedding.
+            attn_mask: mask for ``torch.nn.functional.scaled_dot_product_attention``. It must
+                broadcast to [batch, local heads, sequence, sequence].
+            is_causal: whether rows attend only to themselves and earlier rows. The default is True
+                without ``attn_mask``, and False with it.
+            residual: added to the output. It has the shape of ``x``, and the output gets its dtype.
+            shard_sizes: number of rows of each rank.
+
+        Returns:
+            A tensor with the shape of ``x``.
+
+        Raises:
+            ValueError: ``attn_mask`` and ``is_causal=True`` were both passed.
         """
         if is_causal and attn_mask is not None:
             raise ValueError(

@@ -1,5 +1,8 @@
-"""Linear layers that are split over the ranks, by output features (column-parallel) or by input
-features (row-parallel), and several column-parallel layers of one input."""
+"""Linear layers that are sharded over the ranks.
+
+Column-parallel layers shard the output features, row-parallel layers the input features. Several
+column-parallel layers with the same input run as one operation.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from tpkernels.nn.sharding import (
     Sharding,
     check_parameter,
     check_plain,
-    position,
+    rank_and_world,
 )
 from tpkernels.ops.all_gather_matmul import OP as ALL_GATHER_MATMUL
 from tpkernels.ops.column_matmul import column_matmul
@@ -36,11 +39,10 @@ QKV = ("q_proj", "k_proj", "v_proj")
 
 
 class ParallelLinear(PackableModule):
-    """``x @ weight^T + bias``, the weight [out_features, in_features] split along one of its
-    dims."""
+    """``x @ weight^T + bias`` with one dim of ``weight`` [out_features, in_features] sharded."""
 
     packable = ("weight",)
-    _split_dim: ClassVar[int]  # 0: the output features, and the bias with them; 1: the input's
+    _split_dim: ClassVar[int]  # 0: output features and bias; 1: input features
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -56,27 +58,36 @@ class ParallelLinear(PackableModule):
     ) -> None:
         super().__init__(group, **options)
         self.in_features, self.out_features = in_features, out_features
-        what = ("out_features", "in_features")[self._split_dim]
-        split = Sharding.of(self._split_dim, getattr(self, what), self.group, what, sizes)
-        self.empty = split.size == 0  #: this rank has no features
-        self.add_parameter("weight", (out_features, in_features), split)
+        dim_name = ("out_features", "in_features")[self._split_dim]
+        sharding = Sharding.of(
+            self._split_dim, getattr(self, dim_name), self.group, dim_name, sizes
+        )
+        self.empty = sharding.size == 0  #: this rank holds no features
+        self.add_parameter("weight", (out_features, in_features), sharding)
         if bias:
-            self.add_parameter("bias", (out_features,), split if self._split_dim == 0 else None)
+            self.add_parameter("bias", (out_features,), sharding if self._split_dim == 0 else None)
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, group: GroupLike, **options: Any) -> Self:
-        """Make a layer with copies of this rank's shards of ``linear``'s parameters. Features,
-        bias, device and dtype are those of ``linear``; ``options`` are the constructor's others.
-        Raise TypeError if ``linear`` is not a plain ``nn.Linear``, NotImplementedError if its
-        weight is quantised or distributed."""
+        """Create a layer with copies of the local shards of an ``nn.Linear``.
+
+        Args:
+            linear: the unsharded layer. It determines features, bias, device and dtype.
+            group: see `tpkernels.nn`.
+            options: the remaining arguments of the constructor.
+
+        Raises:
+            TypeError: ``linear`` is not a plain ``nn.Linear``.
+            NotImplementedError: the weight is quantised or distributed.
+        """
         return cls.like(check_linear(linear, "linear"), group, **options).adopt(linear)
 
     @classmethod
     def like(cls, linear: nn.Linear, group: GroupLike, **options: Any) -> Self:
-        """Make the layer of `from_linear` on the meta device."""
+        """Create the layer of `from_linear` on the meta device."""
         return cls(
             linear.in_features,
             linear.out_features,
@@ -88,7 +99,7 @@ class ParallelLinear(PackableModule):
         )
 
     def reset_parameters(self) -> None:
-        """Draw weight and bias as ``nn.Linear`` does, by the unsharded fan-in."""
+        """Initialize weight and bias like ``nn.Linear``, with the unsharded fan-in."""
 
         def draw(full: torch.Tensor) -> None:
             bound = self.in_features**-0.5
@@ -101,8 +112,8 @@ class ParallelLinear(PackableModule):
     def unsharded_k(self, name: str) -> int:
         return self.in_features
 
-    def _operand(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the weight [K, N] as the ops take it, or refuse a gradient of a packed one."""
+    def _weight_operand(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the weight [K, N]. Raise NotImplementedError if a packed one needs a gradient."""
         if not self._packed:
             return self.weight.t()
         if torch.is_grad_enabled():
@@ -119,21 +130,30 @@ class ParallelLinear(PackableModule):
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """``x @ weight^T + bias`` with the output features split over the ranks.
+    """Linear layer with sharded output features.
+
+    Without sharding, equals ``nn.Linear(in_features, out_features)``::
+
+        y = x @ weight.t() + bias
+
+    Each rank returns the local columns of ``y``, or all columns with ``gather_output``.
 
     Args:
-        in_features, out_features: of the unsharded layer.
+        in_features, out_features: features of the unsharded layer.
         group, options: see `tpkernels.nn`.
-        bias: whether there is a bias; split as the output features are.
-        gather_output: every rank gets all output features instead of its own. All ranks must then
-            use them in the same way.
+        bias: whether the layer has a bias. It is sharded like the output features.
+        gather_output: return all output features on every rank. All ranks must use them
+            identically.
         out_sizes: output features of each rank; by default balanced (`tpkernels.shard_sizes`).
-            ValueError if they do not fit.
-        stand_in: number of zero features that a rank without any features returns.
-        sequence_parallel: the input is this rank's rows of the sequence, and the output has all
-            rows. By default all ranks pass the same input, and its gradient is summed over them.
+        stand_in: number of zero features that a rank without features returns.
+        sequence_parallel: the input holds the local rows of the sequence, and the output all rows.
+            By default all ranks pass the same input, and the backward sums its gradient over the
+            ranks.
 
-    ``weight`` is [out_features of this rank, in_features].
+    Raises:
+        ValueError: ``out_sizes`` does not match the group or ``out_features``.
+
+    ``weight`` is [local out_features, in_features].
     """
 
     _split_dim: ClassVar[int] = 0
@@ -155,18 +175,29 @@ class ColumnParallelLinear(ParallelLinear):
         self.out_sizes = self.splits["weight"].sizes  #: output features of each rank
 
     def forward(self, x: torch.Tensor, *, shard_sizes: Sequence[int] | None = None) -> torch.Tensor:
-        """Map x [..., in_features] to [..., out_features of this rank, or all]."""
+        """Apply the layer.
+
+        Args:
+            x: [..., in_features].
+            shard_sizes: number of rows of each rank, with ``sequence_parallel``.
+
+        Returns:
+            [..., local out_features], or [..., out_features] with ``gather_output``.
+        """
         return column_parallel(x, [self], shard_sizes=shard_sizes)[0]
 
-    def _zeros(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return zero weight [K, N] and bias for a rank without features. The ops need a column on
-        every rank, and the padding keeps this rank's backward in step with the others'."""
-        width = max(self.stand_in, 1)
-        bias = None if self.bias is None else F.pad(self.bias, (0, width))
-        return F.pad(self.weight, (0, 0, 0, width)).t(), bias
+    def _zero_weight(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return a zero weight [K, N] and bias for a rank without features.
 
-    def _finish(self, y: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output, given its matmul's result."""
+        The ops need at least one column on every rank. The padding, unlike new zeros, leaves weight
+        and bias in the autograd graph, so the backward makes the same calls on all ranks.
+        """
+        num_features = max(self.stand_in, 1)
+        bias = None if self.bias is None else F.pad(self.bias, (0, num_features))
+        return F.pad(self.weight, (0, 0, 0, num_features)).t(), bias
+
+    def _postprocess(self, y: torch.Tensor) -> torch.Tensor:
+        """Return the output of the layer from the matmul result."""
         if self.empty and (self.gather_output or not self.stand_in):
             y = y[..., :0]
         if self.gather_output:
@@ -184,15 +215,30 @@ def column_parallel(
     shard_sizes: Sequence[int] | None = None,
     sequence_parallel: bool | None = None,
 ) -> list[torch.Tensor]:
-    """Apply several column-parallel layers to the same input [..., in_features], as one operation:
-    with sequence parallelism they share one all-gather, without it one all-reduce of the input's
-    gradient. Return the output of each layer, in order. Raise ValueError if the layers differ in
-    group or sequence parallelism. ``sequence_parallel`` is by default the layers'."""
-    # Function calls are saved here, since each takes about 1 % of a small layer's time: the ops are
-    # called directly, and `_zeros` and `_finish` only where they do something.
+    """Apply several column-parallel layers to the same input as one operation.
+
+    Equals ``[layer(x) for layer in layers]``, but the layers share one all-gather with sequence
+    parallelism, and one all-reduce of the input gradient without it.
+
+    Args:
+        x: [..., in_features].
+        layers: layers with the same group and sequence options.
+        shard_sizes: number of rows of each rank, with sequence parallelism.
+        sequence_parallel: overrides the option of the layers.
+
+    Returns:
+        The output of each layer, in order.
+
+    Raises:
+        ValueError: the layers differ in group or sequence parallelism.
+    """
+    # A function call costs about 1 % of the time of a small layer. So the ops are called directly,
+    # and `_zero_weight` and `_postprocess` only if they have an effect.
     first = layers[0]
-    rows_split = first.sequence_parallel if sequence_parallel is None else sequence_parallel
-    weights, biases, biased, finished = [], [], False, True
+    is_sequence_parallel = (
+        first.sequence_parallel if sequence_parallel is None else sequence_parallel
+    )
+    weights, biases, has_bias, outputs_are_final = [], [], False, True
     for layer in layers:
         if (
             layer.group != first.group
@@ -203,48 +249,56 @@ def column_parallel(
                 "layers that share an input must have the same group, sequence_parallel and "
                 f"sequence_dim; got {first!r} and {layer!r}"
             )
-        w, bias = layer._zeros() if layer.empty else (layer._operand(x), layer.bias)
+        w, bias = layer._zero_weight() if layer.empty else (layer._weight_operand(x), layer.bias)
         weights.append(w)
         biases.append(bias)
-        biased = biased or bias is not None
-        finished = finished and not (layer.empty or layer.gather_output)
-    bias_per_layer = biases if biased else None
+        has_bias = has_bias or bias is not None
+        outputs_are_final = outputs_are_final and not (layer.empty or layer.gather_output)
+    bias_per_layer = biases if has_bias else None
     outputs: list[torch.Tensor]
-    if rows_split:
+    if is_sequence_parallel:
         _, outputs = ALL_GATHER_MATMUL.entry()(
             x,
             weights,
             first.group,
-            _from_first(first.sequence_dim, x),
+            _nonnegative_dim(first.sequence_dim, x),
             bias_list(x, bias_per_layer),
             shard_sizes=shard_sizes,
         )
     else:
         outputs = column_matmul(x, weights, first.group, bias_per_layer)
-    if finished:
+    if outputs_are_final:
         return outputs
-    return [layer._finish(y) for layer, y in zip(layers, outputs, strict=True)]
+    return [layer._postprocess(y) for layer, y in zip(layers, outputs, strict=True)]
 
 
-def _from_first(dim: int, x: torch.Tensor) -> int:
-    """Return a dim of x, counted from its first."""
+def _nonnegative_dim(dim: int, x: torch.Tensor) -> int:
+    """Return a dim of x as a nonnegative index."""
     return dim + x.dim() if dim < 0 else dim
 
 
 class RowParallelLinear(ParallelLinear):
-    """``x @ weight^T + bias`` with the input features split over the ranks.
+    """Linear layer with sharded input features.
+
+    Without sharding, equals ``nn.Linear(in_features, out_features)``. Each rank computes a partial
+    sum over the local input features, and the ranks reduce them::
+
+        y = sum(x_r @ weight_r.t() for r in ranks) + bias
 
     Args:
-        in_features, out_features: of the unsharded layer.
+        in_features, out_features: features of the unsharded layer.
         group, options: see `tpkernels.nn`.
-        bias: whether there is a bias. Every rank has all of it, and its whole gradient; it is added
-            once, after the sum. Without the same random state on all ranks, their biases differ.
+        bias: whether the layer has a bias. Every rank holds the full bias and its full gradient. It
+            is added once, after the reduction. Unless all ranks have the same random state, their
+            initial biases differ.
         in_sizes: input features of each rank; by default balanced (`tpkernels.shard_sizes`).
-            ValueError if they do not fit.
-        sequence_parallel: the output is this rank's rows of the sequence. By default all ranks get
-            all rows.
+        sequence_parallel: the output holds the local rows of the sequence. By default all ranks
+            return all rows.
 
-    ``weight`` is [out_features, in_features of this rank].
+    Raises:
+        ValueError: ``in_sizes`` does not match the group or ``in_features``.
+
+    ``weight`` is [out_features, local in_features].
     """
 
     _split_dim: ClassVar[int] = 1
@@ -270,18 +324,28 @@ class RowParallelLinear(ParallelLinear):
         shard_sizes: Sequence[int] | None = None,
         sequence_parallel: bool | None = None,
     ) -> torch.Tensor:
-        """Map x [..., in_features of this rank] to [..., out_features], all rows or this rank's.
-        ``residual``, of that shape, is added after the bias; the output gets its dtype.
-        ``sequence_parallel`` is by default the layer's."""
-        rows_split = self.sequence_parallel if sequence_parallel is None else sequence_parallel
-        x, w = self._factors(x)
-        dim = _from_first(self.sequence_dim, x) if rows_split else None
+        """Apply the layer.
+
+        Args:
+            x: [..., local in_features].
+            residual: added after the bias. It has the shape of the output, which gets its dtype.
+            shard_sizes: number of output rows of each rank, with sequence parallelism.
+            sequence_parallel: overrides the option of the layer.
+
+        Returns:
+            [..., out_features], all rows or, with sequence parallelism, the local rows.
+        """
+        is_sequence_parallel = (
+            self.sequence_parallel if sequence_parallel is None else sequence_parallel
+        )
+        x, w = self._matmul_operands(x)
+        dim = _nonnegative_dim(self.sequence_dim, x) if is_sequence_parallel else None
         return row_parallel(x, w, self.group, dim, self.bias, residual, shard_sizes)
 
-    def _factors(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return x and the weight [K, N] as the ops take them."""
-        w = self._operand(x)
-        if self.empty:  # The ops need K >= 1: one zero feature, as in ColumnParallelLinear._zeros.
+    def _matmul_operands(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x and the weight [K, N] as operands of the ops."""
+        w = self._weight_operand(x)
+        if self.empty:  # The ops need K >= 1. Pad w with zeros to the features of x, at least 1.
             x = x if x.shape[-1] else F.pad(x, (0, 1))
             w = F.pad(self.weight, (0, x.shape[-1])).t()
         return x, w
@@ -296,10 +360,12 @@ def row_parallel(
     residual: torch.Tensor | None = None,
     shard_sizes: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Return ``sum_r(x_r @ w_r) + bias + residual``, or this rank's shard of it along
-    ``scatter_dim``, in the residual's dtype if there is one: under autocast an fp32 residual stream
-    stays fp32. ``w`` [K, N] may be packed."""
-    # The ops are called directly, for the reason given in `column_parallel`.
+    """Return ``sum_r(x_r @ w_r) + bias + residual``, or the local shard along ``scatter_dim``.
+
+    The result has the dtype of ``residual``, if passed: under autocast an fp32 residual stream
+    stays fp32. ``w`` [K, N] may be packed.
+    """
+    # The ops are called directly to save function calls, see `column_parallel`.
     out_dtype = None if residual is None else residual.dtype
     y: torch.Tensor
     if scatter_dim is None:
@@ -312,14 +378,14 @@ def row_parallel(
 
 
 class _SharedInputLinears(nn.Module):
-    """Column-parallel layers of one input, by name, each with options of its own."""
+    """Named column-parallel layers with the same input and individual options."""
 
     def __init__(
         self, in_features: int, layers: Mapping[str, Mapping[str, Any]], **options: Any
     ) -> None:
         super().__init__()
-        for name, own_options in layers.items():
-            self.add_module(name, ColumnParallelLinear(in_features, **own_options, **options))
+        for name, layer_options in layers.items():
+            self.add_module(name, ColumnParallelLinear(in_features, **layer_options, **options))
 
     @property
     def layers(self) -> list[ColumnParallelLinear]:
@@ -327,13 +393,15 @@ class _SharedInputLinears(nn.Module):
         return cast("list[ColumnParallelLinear]", list(self.children()))
 
     def pack_(self, *, drop: bool = False, dtype: torch.dtype | None = None) -> Self:
-        """Pack each layer's weight; see `ColumnParallelLinear.pack_`."""
+        """Pack the weight of each layer; see `ColumnParallelLinear.pack_`."""
         return packing.pack_(self, drop=drop, dtype=dtype)
 
     @classmethod
     def _from(cls, linears: Mapping[str, nn.Linear], *args: Any, **options: Any) -> Self:
-        """Make the layers with copies of this rank's shards of ``linears``, each with a bias if its
-        linear has one."""
+        """Create the layers with copies of the local shards of ``linears``.
+
+        A layer has a bias if its linear has a bias.
+        """
         first = next(iter(linears.values()))
         dtype = first.weight.dtype
         merged = cls(first.in_features, *args, bias=True, device="meta", dtype=dtype, **options)
@@ -349,12 +417,14 @@ class _SharedInputLinears(nn.Module):
 
 
 class MergedColumnParallelLinear(_SharedInputLinears):
-    """Several `ColumnParallelLinear` of one input, such as gate and up, as one operation.
+    """Several `ColumnParallelLinear` with the same input, such as gate and up, as one operation.
+
+    Without sharding, equals ``[nn.Linear(in_features, n)(x) for n in out_features.values()]``.
 
     Args:
-        in_features: of the unsharded layers.
-        out_features: of each unsharded layer, by its name; the layers are submodules of these
-            names.
+        in_features: input features of the unsharded layers.
+        out_features: output features of each unsharded layer, by name. The layers are submodules
+            with these names.
         group, options: see `tpkernels.nn`.
         bias: whether the layers have biases.
     """
@@ -375,30 +445,47 @@ class MergedColumnParallelLinear(_SharedInputLinears):
     def from_linear(
         cls, linears: Mapping[str, nn.Linear], group: GroupLike, **options: Unpack[SequenceOptions]
     ) -> Self:
-        """Make the layers with copies of this rank's shards of ``linears``, each with a bias if its
-        linear has one. Raise TypeError if one is not a plain ``nn.Linear``, NotImplementedError if
-        a weight is quantised or distributed, ValueError if the input features differ."""
+        """Create the layers with copies of the local shards of several ``nn.Linear``.
+
+        A layer has a bias if its linear has a bias.
+
+        Raises:
+            TypeError: a module is not a plain ``nn.Linear``.
+            NotImplementedError: a weight is quantised or distributed.
+            ValueError: the input features differ.
+        """
         widths = {name: check_linear(ln, name).out_features for name, ln in linears.items()}
         return cls._from(linears, widths, group, **options)
 
     def forward(
         self, x: torch.Tensor, *, shard_sizes: Sequence[int] | None = None
     ) -> list[torch.Tensor]:
-        """Map x [..., in_features] to [..., out_features of this rank] for each layer, in order."""
+        """Apply the layers.
+
+        Args:
+            x: [..., in_features].
+            shard_sizes: number of rows of each rank, with ``sequence_parallel``.
+
+        Returns:
+            [..., local out_features] for each layer, in order.
+        """
         return column_parallel(x, self.layers, shard_sizes=shard_sizes)
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of grouped-query attention, split over ``world`` ranks by whole key-value groups. If
-    there are more ranks than groups, and query heads for each, several ranks share a group: each
-    has its key-value head and some of its query heads."""
+    """Heads of grouped-query attention, sharded over ``world`` ranks.
+
+    Each rank gets complete key-value groups. If there are more ranks than groups, and enough query
+    heads, several ranks share a group: each holds its key-value head and a slice of its query
+    heads.
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
     world: int
-    together: int = 1  #: features of all heads are cut at multiples of it
+    feature_multiple: int = 1  #: shards start and end at multiples of this many features
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads < 1 or self.heads % self.kv_heads or self.head_dim < 1:
@@ -408,55 +495,72 @@ class Heads:
             )
 
     @property
-    def sharers(self) -> list[int]:
-        """Return how many ranks share each group; an empty list if none is shared, because there
-        are ranks enough for each, or too few query heads: the gradients of what is shared are
-        summed in the order of the backward pass, which would differ on ranks without heads."""
+    def ranks_per_shared_group(self) -> list[int]:
+        """Return the number of ranks that share each group, or an empty list if ranks do not share.
+
+        Ranks do not share if there is a group for each rank, or if the query heads of a group
+        cannot be divided so that each of its ranks gets some. The backward reduces the gradients of
+        shared heads in the order of the autograd graph, and that order would differ on a rank
+        without query heads.
+        """
         if self.world <= self.kv_heads:
             return []
-        sharers = balanced_sizes(self.world, self.kv_heads)
-        units, rest = divmod(self.heads // self.kv_heads, self._unit)
-        return sharers if max(sharers) <= units and not rest else []
+        ranks_per_group = balanced_sizes(self.world, self.kv_heads)
+        multiples, remainder = divmod(self.heads // self.kv_heads, self._query_multiple)
+        return ranks_per_group if max(ranks_per_group) <= multiples and not remainder else []
 
     @property
-    def _unit(self) -> int:
-        """Return how many query heads stay together."""
-        return self.together // gcd(self.together, self.head_dim)
+    def _query_multiple(self) -> int:
+        """Return the number of query heads that must stay on the same rank."""
+        return self.feature_multiple // gcd(self.feature_multiple, self.head_dim)
 
     @property
-    def _groups(self) -> list[int]:
-        """Return the key-value groups of each rank, if none is shared."""
-        unit = self._unit // gcd(self._unit, self.heads // self.kv_heads)
-        return balanced_sizes(self.kv_heads, self.world, unit)
+    def _groups_per_rank(self) -> list[int]:
+        """Return the number of key-value groups of each rank, if ranks do not share groups."""
+        multiple = self._query_multiple // gcd(self._query_multiple, self.heads // self.kv_heads)
+        return balanced_sizes(self.kv_heads, self.world, multiple)
 
     @property
     def query_heads(self) -> list[int]:
-        """Return the query heads of each rank."""
+        """Return the number of query heads of each rank."""
         per_group = self.heads // self.kv_heads
-        if self.sharers:
-            pairs = ((per_group, ranks, self._unit) for ranks in self.sharers)
-            return [n for pair in pairs for n in balanced_sizes(*pair)]
-        return [count * per_group for count in self._groups]
+        if self.ranks_per_shared_group:
+            split_args = (
+                (per_group, ranks, self._query_multiple) for ranks in self.ranks_per_shared_group
+            )
+            return [n for args in split_args for n in balanced_sizes(*args)]
+        return [count * per_group for count in self._groups_per_rank]
 
     @property
     def queries_per_group(self) -> list[int]:
-        """Return the query heads for each key-value head of each rank, with the stand-ins of ranks
-        without heads."""
-        per_group = self.heads // self.kv_heads
-        return [max(1, n) if self.sharers else per_group for n in self.query_heads]
+        """Return the number of query heads per key-value head of each rank.
 
-    def split_of(self, name: str, width: int | None = None) -> dict[str, Any]:
-        """Return how a projection in `QKV`, or another by query heads of ``width``, is split, as
-        options of `ColumnParallelLinear`. A rank without heads returns zeros of one key-value
-        head and its query heads."""
-        width, of_keys = width or self.head_dim, name in ("k_proj", "v_proj")
-        if not of_keys:
-            stand_in = width if self.sharers else width * (self.heads // self.kv_heads)
+        Includes the stand-ins of ranks without heads.
+        """
+        per_group = self.heads // self.kv_heads
+        return [max(1, n) if self.ranks_per_shared_group else per_group for n in self.query_heads]
+
+    def plan_split(self, name: str, width: int | None = None) -> dict[str, Any]:
+        """Return the options of `ColumnParallelLinear` that shard a projection by heads.
+
+        A rank without heads returns zeros for one key-value head and its query heads.
+
+        Args:
+            name: a name in `QKV`, or any other name for a projection by query heads.
+            width: features per head; by default ``head_dim``.
+        """
+        width, is_key_or_value = width or self.head_dim, name in ("k_proj", "v_proj")
+        if not is_key_or_value:
+            stand_in = (
+                width if self.ranks_per_shared_group else width * (self.heads // self.kv_heads)
+            )
             return {"out_sizes": [n * width for n in self.query_heads], "stand_in": stand_in}
-        if not self.sharers:
-            sizes = [n * width for n in self._groups]
+        if not self.ranks_per_shared_group:
+            sizes = [n * width for n in self._groups_per_rank]
             return {"out_sizes": sizes, "stand_in": width}
-        group_of_rank = [group for group, ranks in enumerate(self.sharers) for _ in range(ranks)]
+        group_of_rank = [
+            group for group, ranks in enumerate(self.ranks_per_shared_group) for _ in range(ranks)
+        ]
         sizes = [width if n else 0 for n in self.query_heads]
         pairs = zip(group_of_rank, sizes, strict=True)
         ranges = tuple(((group * width, size),) for group, size in pairs)
@@ -464,20 +568,29 @@ class Heads:
 
 
 class QKVParallelLinear(_SharedInputLinears):
-    """The query, key and value projections of grouped-query attention, as one operation.
+    """Query, key and value projections of grouped-query attention, as one operation.
 
-    Each rank gets whole key-value groups: a key head, its value head and the query heads that
-    attend to them. Groups that do not divide by the ranks are split as evenly as possible; if there
-    are fewer than ranks, and query heads for each rank, ranks share a group: each has its key and
-    value head and some of its query heads. A rank without query heads returns one of zeros, so that
-    the attention needs no special case; the output projection has no weights for it.
+    Without sharding, equals three ``nn.Linear`` with ``heads * head_dim``, ``kv_heads * head_dim``
+    and ``kv_heads * head_dim`` output features.
+
+    Each rank gets complete key-value groups: a key head, its value head, and the query heads that
+    attend to them.
+
+    - If the number of groups is not divisible by the number of ranks, they are distributed as
+      evenly as possible.
+    - If there are fewer groups than ranks, and enough query heads, ranks share a group. Each of
+      these ranks holds the key and value head, and a slice of the query heads.
+    - A rank without query heads returns zeros for one group, so that the attention needs no special
+      case. The output projection has no weights for it.
 
     Args:
         hidden_size: input features.
-        heads, kv_heads, head_dim: of the unsharded attention; ValueError if ``heads`` is not a
-            multiple of ``kv_heads``.
+        heads, kv_heads, head_dim: sizes of the unsharded attention.
         group, options: see `tpkernels.nn`.
         bias: whether the projections have biases.
+
+    Raises:
+        ValueError: ``heads`` is not divisible by ``kv_heads``, or a size is below 1.
     """
 
     q_proj: ColumnParallelLinear
@@ -495,13 +608,13 @@ class QKVParallelLinear(_SharedInputLinears):
         bias: bool = False,
         **options: Unpack[LayerOptions],
     ) -> None:
-        _, world = position(groups.name_of(group))
-        split = Heads(heads, kv_heads, head_dim, world)
-        layers = {name: split.split_of(name) for name in QKV}
+        _, world = rank_and_world(groups.group_name(group))
+        head_split = Heads(heads, kv_heads, head_dim, world)
+        layers = {name: head_split.plan_split(name) for name in QKV}
         for name, layer in layers.items():
             layer["out_features"] = (heads if name == "q_proj" else kv_heads) * head_dim
         super().__init__(hidden_size, layers, group=group, bias=bias, **options)
-        self.heads = split
+        self.heads = head_split
 
     @classmethod
     def from_linear(
@@ -513,9 +626,16 @@ class QKVParallelLinear(_SharedInputLinears):
         group: GroupLike,
         **options: Unpack[SequenceOptions],
     ) -> Self:
-        """Make the projections with copies of this rank's shards, each with a bias if its linear
-        has one. Raises what `MergedColumnParallelLinear.from_linear` does, and ValueError if
-        ``head_dim`` does not divide the features of a projection."""
+        """Create the projections with copies of the local shards of three ``nn.Linear``.
+
+        A projection has a bias if its linear has a bias.
+
+        Raises:
+            TypeError: a module is not a plain ``nn.Linear``.
+            NotImplementedError: a weight is quantised or distributed.
+            ValueError: the input features differ, or the output features of a projection are not
+                divisible by ``head_dim``.
+        """
         linears = dict(zip(QKV, (q, k, v), strict=True))
         for name, linear in linears.items():
             check_linear(linear, name)
@@ -530,22 +650,33 @@ class QKVParallelLinear(_SharedInputLinears):
     def forward(
         self, x: torch.Tensor, *, shard_sizes: Sequence[int] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Map x [..., hidden_size] to queries [..., heads of this rank * head_dim], keys and values
-        [..., key-value heads of this rank * head_dim]."""
+        """Apply the projections.
+
+        Args:
+            x: [..., hidden_size].
+            shard_sizes: number of rows of each rank, with ``sequence_parallel``.
+
+        Returns:
+            Queries [..., local heads * head_dim], keys and values [..., local key-value heads *
+            head_dim].
+        """
         q, k, v = column_parallel(x, self.layers, shard_sizes=shard_sizes)
         return q, k, v
 
 
 def check_linear(module: nn.Module, name: str) -> nn.Linear:
-    """Return ``module`` if it is a plain ``nn.Linear``, not a parallel layer or an adapter, without
-    hooks and the like, whose weight is neither quantised nor distributed."""
+    """Return ``module`` if it is a plain ``nn.Linear`` that can be sharded.
+
+    It must not be a parallel layer or an adapter, and must have no hooks or other customizations.
+    Its weight must be neither quantised nor distributed.
+    """
     if isinstance(module, nn.Linear):
         check_parameter(module.weight, f"{name}.weight")
         check_parameter(module.bias, f"{name}.bias")
     if type(module) not in (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        kind = f"{type(module).__module__}.{type(module).__qualname__}"
-        hint = "; the model is already sharded" if kind.startswith("tpkernels.") else ""
-        raise TypeError(f"{name} is a {kind}, not an nn.Linear{hint}")
+        type_name = f"{type(module).__module__}.{type(module).__qualname__}"
+        hint = "; the model is already sharded" if type_name.startswith("tpkernels.") else ""
+        raise TypeError(f"{name} is a {type_name}, not an nn.Linear{hint}")
     assert isinstance(module, nn.Linear)
     check_plain(module, name, ("weight", "bias"))
     return module

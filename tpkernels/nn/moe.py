@@ -1,4 +1,4 @@
-"""The experts of a mixture, split over the ranks: by their width, or whole."""
+"""MoE experts, sharded over the ranks with tensor or expert parallelism."""
 
 from __future__ import annotations
 
@@ -11,63 +11,62 @@ import torch.nn.functional as F
 from torch import nn
 
 from tpkernels.common.shards import shard_sizes as balanced_sizes
-from tpkernels.groups import GroupLike, name_of
+from tpkernels.groups import GroupLike, group_name
 from tpkernels.nn.packing import PackableModule
 from tpkernels.nn.regions import copy_to_ranks, gather_from_ranks, split_over_ranks
 from tpkernels.nn.sharding import LayerOptions, Sharding
 from tpkernels.ops.all_gather import all_gather
 from tpkernels.ops.all_reduce import all_reduce
-from tpkernels.ops.experts import route, rows_by_expert, sum_routes
+from tpkernels.ops.experts import permute_tokens, reduce_by_token, sort_assignments
 from tpkernels.ops.grouped_matmul import grouped_matmul
 from tpkernels.ops.moe_combine import moe_combine
 from tpkernels.ops.moe_dispatch import Handle, gather_routes, moe_dispatch
 from tpkernels.ops.reduce_scatter import reduce_scatter
 from tpkernels.ops.validation import group_operands, topk
-from tpkernels.torch_private import parameters_of, probe_of
+from tpkernels.torch_private import direct_parameters, make_probe
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
 _BIASES = ("gate_up_proj_bias", "down_proj_bias")
 
 
-def form_of(experts: nn.Module) -> dict[str, Any] | None:
-    """Return the arguments with which `MoE` computes what an experts module of transformers does,
-    or None if it cannot."""
+def infer_moe_args(experts: nn.Module) -> dict[str, Any] | None:
+    """Return the `MoE` arguments that reproduce a transformers experts module, or None."""
     shapes = {name: tuple(p.shape) for name, p in experts.named_parameters()}
     num_experts, *sizes = shapes.get("down_proj", (0, 0, 0))
     transposed = bool(getattr(experts, "is_transposed", False))
-    hidden_size, width = reversed(sizes) if transposed else sizes
-    form: dict[str, Any] = {
+    hidden_size, intermediate_size = reversed(sizes) if transposed else sizes
+    args: dict[str, Any] = {
         "num_experts": num_experts,
         "hidden_size": hidden_size,
-        "intermediate_size": width,
+        "intermediate_size": intermediate_size,
         "bias": _BIASES[0] in shapes,
         "transposed": transposed,
     }
-    fits = shapes == _shapes(**form) and not getattr(experts, "has_post_expert_norm", False)
-    without_weights = probe_of(experts, parameters={})
+    is_supported = shapes == _shapes(**args) and not getattr(experts, "has_post_expert_norm", False)
+    weightless = make_probe(experts, parameters={})
     for interleaved in (False, True):
-        if fits and _is_by_column(without_weights, interleaved):
-            apply_gate = partial(_apply_gate, without_weights)
-            return form | {"interleaved": interleaved, "apply_gate": apply_gate}
+        if is_supported and _is_gate_columnwise(weightless, interleaved):
+            apply_gate = partial(_apply_gate, weightless)
+            return args | {"interleaved": interleaved, "apply_gate": apply_gate}
     return None
 
 
 def _apply_gate(experts: nn.Module, inner: torch.Tensor) -> torch.Tensor:
-    """Call a method by the name that it has for transformers, by which it can be pickled."""
+    """Call ``_apply_gate`` of transformers. A module-level function can be pickled."""
     gated: torch.Tensor = experts._apply_gate(inner)  # type: ignore[operator]
     return gated
 
 
-def _is_by_column(experts: nn.Module, interleaved: bool) -> bool:
-    """Return whether each column that leaves the gate depends on its own gate and up alone."""
+def _is_gate_columnwise(experts: nn.Module, interleaved: bool) -> bool:
+    """Return whether each output column of the gate depends only on its gate and up columns."""
     pairs = torch.linspace(-9, 9, 32, dtype=torch.float64, device="cpu").view(2, 2, 8)
     try:
-        whole, *parts = (
-            _apply_gate(experts, (part.mT if interleaved else part).flatten(1))
-            for part in (pairs, *pairs.split((3, 5), 2))
+        full, *slices = (
+            _apply_gate(experts, (columns.mT if interleaved else columns).flatten(1))
+            for columns in (pairs, *pairs.split((3, 5), 2))
         )
-        return whole.shape == (2, 8) and torch.allclose(torch.cat(parts, 1), whole, 1e-12, 0)
-    except Exception:  # it has none, or one that needs weights
+        return full.shape == (2, 8) and torch.allclose(torch.cat(slices, 1), full, 1e-12, 0)
+    except Exception:  # the module has no gate, or the gate needs weights
         return False
 
 
@@ -77,39 +76,46 @@ def _shapes(
     """Return the unsharded shape of each parameter of `MoE`."""
     shapes: dict[str, tuple[int, ...]] = {}
     pairs = ((2 * intermediate_size, hidden_size), (hidden_size, intermediate_size))
-    for name, name_of_bias, (n, k) in zip(PROJECTIONS, _BIASES, pairs, strict=True):
+    for name, bias_name, (n, k) in zip(PROJECTIONS, _BIASES, pairs, strict=True):
         shapes[name] = (num_experts, k, n) if transposed else (num_experts, n, k)
         if bias:
-            shapes[name_of_bias] = (num_experts, n)
+            shapes[bias_name] = (num_experts, n)
     return shapes
 
 
 class MoE(PackableModule):
-    """``sum_k weight_k * down_k(activation(gate_k(x)) * up_k(x))`` over the experts that a router,
-    which is the caller's, has chosen for each token.
+    """Experts of an MoE layer. The caller computes the routing.
+
+    Equals this program on unsharded experts, for each token::
+
+        sum(weight[k] * down[k](activation(gate[k](x)) * up[k](x)) for k in range(top_k))
 
     Args:
-        num_experts, hidden_size, intermediate_size: of the unsharded experts.
-        group, options: see `tpkernels.nn`; ``sequence_dim`` is 0.
+        num_experts, hidden_size, intermediate_size: sizes of the unsharded experts.
+        group, options: see `tpkernels.nn`; ``sequence_dim`` must be 0.
         activation: applied to the gate.
-        apply_gate: maps the product with ``gate_up_proj``, [rows, 2 * width], to [rows, width],
-            each column by its own gate and up. By default ``activation(gate) * up``.
-        bias: add biases [experts, 2 * width] and [experts, hidden_size] to the products.
+        apply_gate: maps the ``gate_up_proj`` output [rows, 2 * width] to [rows, width], each column
+            from its gate and up. By default ``activation(gate) * up``.
+        bias: add biases [experts, 2 * width] and [experts, hidden_size] to the projection outputs.
         transposed: weights are [experts, inputs, outputs].
-        interleaved: each gate is followed by its up.
-        expert_parallel: each rank has ``tpkernels.shard_sizes(num_experts, world)`` whole experts,
-            and tokens travel to them (`tpkernels.moe_dispatch`) unless all ranks have them. By
-            default each rank has a part of every expert's width, which keeps ranks equally busy
-            whatever the router chooses.
-        width_sizes: the width of each rank; by default balanced. ValueError if it does not fit.
-        sequence_parallel: a rank passes its own tokens, and gets these. By default all ranks pass
+        interleaved: gate and up columns alternate, gate first.
+        expert_parallel: each rank holds ``tpkernels.shard_sizes(num_experts, world)`` complete
+            experts. Tokens are sent to the experts (`tpkernels.moe_dispatch`) unless all ranks have
+            all tokens. By default each rank holds a slice of the width of every expert, so the load
+            is balanced for any routing.
+        width_sizes: width of each rank; by default balanced.
+        sequence_parallel: each rank passes and receives the local tokens. By default all ranks pass
             the same tokens.
-        max_rows: rows that each rank's experts get of tokens that travel, as `moe_dispatch` takes
-            it, so that a CUDA graph can hold the call.
+        max_rows: capacity of the receive buffer of each rank in rows, see `tpkernels.moe_dispatch`.
+            A CUDA graph can then capture the call.
+
+    Raises:
+        ValueError: ``width_sizes`` does not match the group or ``intermediate_size``, or
+            ``sequence_dim`` is not 0.
 
     ``gate_up_proj`` is [experts, 2 * width, hidden_size], the gates before the ups, and
-    ``down_proj`` [experts, hidden_size, width], with this rank's experts or width. Where the width
-    is split, a rank adds its columns of ``down_proj_bias``.
+    ``down_proj`` [experts, hidden_size, width], with the local experts or the local width. With
+    tensor parallelism each rank adds a slice of the columns of ``down_proj_bias``.
     """
 
     packable = PROJECTIONS
@@ -143,8 +149,8 @@ class MoE(PackableModule):
         self.max_rows = max_rows
         outer, inner = (2, 1) if transposed else (1, 2)
         self._k_dim = inner
-        width = Sharding.of(0, intermediate_size, self.group, "intermediate_size", width_sizes)
-        widths = width.sizes
+        sharding = Sharding.of(0, intermediate_size, self.group, "intermediate_size", width_sizes)
+        widths = sharding.sizes
         for name, shape in _shapes(
             num_experts, hidden_size, intermediate_size, bias, transposed
         ).items():
@@ -158,22 +164,29 @@ class MoE(PackableModule):
                 pairs = [2 * width for width in widths]
                 sizes = pairs if interleaved else Sharding.packed(dim, [widths, widths])
             self.add_parameter(name, shape, Sharding.of(dim, shape[dim], self.group, name, sizes))
-        self.empty = self.splits[PROJECTIONS[1]].size == 0  #: no experts here, or no width
+        self.empty = self.splits[PROJECTIONS[1]].size == 0  #: no local experts or width
         self.reset_parameters()
 
     @classmethod
     def from_experts(cls, experts: nn.Module, group: GroupLike, **options: Any) -> Self:
-        """Make a layer with copies of this rank's shards of an experts module as transformers 5
-        has them, with ``gate_up_proj``, ``down_proj`` and ``_apply_gate``. Raise ValueError if it
-        computes anything else."""
-        form = form_of(experts)
-        if form is None:
+        """Create a layer with copies of the local shards of a transformers 5 experts module.
+
+        Args:
+            experts: a module with ``gate_up_proj``, ``down_proj`` and ``_apply_gate``.
+            group: see `tpkernels.nn`.
+            options: the remaining arguments of the constructor.
+
+        Raises:
+            ValueError: the weights or the gate of ``experts`` are not supported.
+        """
+        args = infer_moe_args(experts)
+        if args is None:
             raise ValueError(f"MoE does not support the weights or the gate of {experts}")
         dtype = experts.get_parameter("down_proj").dtype
-        return cls(**form, group=group, device="meta", dtype=dtype, **options).adopt(experts)
+        return cls(**args, group=group, device="meta", dtype=dtype, **options).adopt(experts)
 
     def reset_parameters(self) -> None:
-        """Draw the weights of each expert as ``nn.Linear`` does, by the unsharded fan-in."""
+        """Initialize the weights of each expert like ``nn.Linear``, with the unsharded fan-in."""
 
         def draw(inputs: int, full: torch.Tensor) -> None:
             nn.init.uniform_(full, -(inputs**-0.5), inputs**-0.5)
@@ -191,55 +204,70 @@ class MoE(PackableModule):
         shard_sizes: Sequence[int] | None = None,
         sequence_parallel: bool | None = None,
     ) -> torch.Tensor:
-        """Map tokens [tokens, hidden_size], of this rank or all, to the same shape.
+        """Apply the experts.
 
         Args:
-            top_k_index, top_k_weights: [tokens, k], the experts of each token and their weights.
-            shard_sizes: tokens of each rank, with ``sequence_parallel``; default: all the same.
-            sequence_parallel: by default the layer's.
-        """
-        split = self.sequence_parallel if sequence_parallel is None else sequence_parallel
-        x, ids, weights = hidden_states, top_k_index, top_k_weights
-        factors = self._operands(x)
-        if not torch.is_autocast_enabled(x.device.type):  # autocast casts both
-            group_operands(x, factors[0])  # before tokens travel
-        run = self._by_experts if self.expert_parallel and self.world > 1 else self._by_width
-        return run(x, ids, weights, factors, shard_sizes, split)
+            hidden_states: [tokens, hidden_size], the local tokens or all tokens.
+            top_k_index: [tokens, k], expert ids of each token.
+            top_k_weights: [tokens, k], router weights of each token.
+            shard_sizes: number of tokens of each rank, with sequence parallelism; by default equal.
+            sequence_parallel: overrides the option of the layer.
 
-    def _by_width(
+        Returns:
+            A tensor in the shape of ``hidden_states``.
+        """
+        is_sequence_parallel = (
+            self.sequence_parallel if sequence_parallel is None else sequence_parallel
+        )
+        x, ids, weights = hidden_states, top_k_index, top_k_weights
+        expert_weights = self._weight_operands(x)
+        if not torch.is_autocast_enabled(x.device.type):  # autocast casts x and the weights
+            group_operands(x, expert_weights[0])  # check before tokens are sent
+        forward_fn = (
+            self._forward_expert_parallel
+            if self.expert_parallel and self.world > 1
+            else self._forward_tensor_parallel
+        )
+        return forward_fn(x, ids, weights, expert_weights, shard_sizes, is_sequence_parallel)
+
+    def _forward_tensor_parallel(
         self,
         x: torch.Tensor,
         ids: torch.Tensor,
         weights: torch.Tensor,
-        factors: tuple[torch.Tensor, torch.Tensor],
+        expert_weights: tuple[torch.Tensor, torch.Tensor],
         sizes: Sequence[int] | None,
-        split: bool,
+        is_sequence_parallel: bool,
     ) -> torch.Tensor:
-        """Multiply all tokens by this rank's width of their experts, and sum over the ranks."""
+        """Multiply all tokens by the local width of their experts, and reduce over the ranks."""
         group = self.group
-        if split:
-            ids = gather_routes(x, ids, weights, name_of(group), sizes)
+        if is_sequence_parallel:
+            ids = gather_routes(x, ids, weights, group_name(group), sizes)
             weights = all_gather(weights, group, shard_sizes=sizes)
         elif torch.is_grad_enabled():
             x, weights = copy_to_ranks(x, group), copy_to_ranks(weights, group)
-        routing = route(ids, weights, self.num_experts)
-        if split:
+        routing = sort_assignments(ids, weights, self.num_experts)
+        if is_sequence_parallel:
             x = all_gather(x, group, shard_sizes=sizes)
-        rows = rows_by_expert(x, routing)
-        y = sum_routes(self._multiply(rows, factors, routing.counts), routing)
-        return reduce_scatter(y, group, shard_sizes=sizes) if split else all_reduce(y, group)
+        rows = permute_tokens(x, routing)
+        y = reduce_by_token(self._run_experts(rows, expert_weights, routing.counts), routing)
+        return (
+            reduce_scatter(y, group, shard_sizes=sizes)
+            if is_sequence_parallel
+            else all_reduce(y, group)
+        )
 
-    def _by_experts(
+    def _forward_expert_parallel(
         self,
         x: torch.Tensor,
         ids: torch.Tensor,
         weights: torch.Tensor,
-        factors: tuple[torch.Tensor, torch.Tensor],
+        expert_weights: tuple[torch.Tensor, torch.Tensor],
         sizes: Sequence[int] | None,
-        split: bool,
+        is_sequence_parallel: bool,
     ) -> torch.Tensor:
-        """Multiply this rank's experts by the tokens that are routed to them."""
-        if split:
+        """Run the local experts on the tokens that are routed to them."""
+        if is_sequence_parallel:
             rows, counts, handle = moe_dispatch(
                 x,
                 ids,
@@ -249,24 +277,25 @@ class MoE(PackableModule):
                 shard_sizes=sizes,
                 max_rows=self.max_rows,
             )
-            # Of max_rows rows CPUs multiply those that are counted. GPUs multiply all of them, so
-            # that no host waits for the counts.
+            # Of the max_rows rows, CPUs multiply only those in use. GPUs multiply all rows, so that
+            # the host does not wait for the counts.
             used = rows
             if self.max_rows is not None and not rows.is_cuda:
                 used = rows[: int(counts.sum())]
-            y = self._multiply(used, factors, counts)
+            y = self._run_experts(used, expert_weights, counts)
             if len(y) < len(rows):
                 y = F.pad(y, (0, 0, 0, len(rows) - len(y)))
             return moe_combine(y, handle)
-        # All ranks have all tokens, so that only the experts' outputs travel. A GPU has rows for
-        # all routes, for which no host waits; rows for experts of other ranks are not used.
+        # All ranks have all tokens, so only the expert outputs are sent. On GPUs the buffer has a
+        # row for every assignment, so that the host does not wait. Rows of remote experts are
+        # unused.
         topk(ids, weights, x)
         if torch.is_grad_enabled():
             x = copy_to_ranks(x, self.group)
-        here = self.splits[PROJECTIONS[0]]
+        local_experts = self.splits[PROJECTIONS[0]]
         static = x.is_cuda and self.num_experts >= self.world and not torch.is_grad_enabled()
-        order, counts = torch.ops.tpkernels._routes_of_experts.default(
-            ids, self.num_experts, here.offset, here.size, static
+        permutation, counts = torch.ops.tpkernels._routes_of_experts.default(
+            ids, self.num_experts, local_experts.offset, local_experts.size, static
         )
         sizes = balanced_sizes(x.shape[0], self.world)
         handle = Handle(
@@ -276,52 +305,56 @@ class MoE(PackableModule):
             counts=counts,
             group=self.group,
             shard_sizes=sizes,
-            max_rows=len(order) if static else None,
+            max_rows=len(permutation) if static else None,
             scales=None,
         )
-        rows = x.index_select(0, order // ids.shape[1])
-        y = moe_combine(self._multiply(rows, factors, counts), handle)
+        rows = x.index_select(0, permutation // ids.shape[1])
+        y = moe_combine(self._run_experts(rows, expert_weights, counts), handle)
         return gather_from_ranks(y, self.group, 0, sizes)
 
-    def _multiply(
-        self, rows: torch.Tensor, factors: tuple[torch.Tensor, torch.Tensor], counts: torch.Tensor
+    def _run_experts(
+        self,
+        rows: torch.Tensor,
+        expert_weights: tuple[torch.Tensor, torch.Tensor],
+        counts: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the experts' outputs; ``rows`` are sorted by expert, ``counts`` of each."""
-        of_gate_up, of_down = self._biases()
-        inner = self._gate(grouped_matmul(rows, factors[0], counts, of_gate_up))
-        return grouped_matmul(inner, factors[1], counts, of_down)
+        """Return the expert outputs. ``rows`` are sorted by expert, with ``counts`` rows each."""
+        gate_up_bias, down_bias = self._biases()
+        inner = self._activate(grouped_matmul(rows, expert_weights[0], counts, gate_up_bias))
+        return grouped_matmul(inner, expert_weights[1], counts, down_bias)
 
-    def _gate(self, inner: torch.Tensor) -> torch.Tensor:
+    def _activate(self, inner: torch.Tensor) -> torch.Tensor:
         if self.apply_gate is not None:
             return self.apply_gate(inner)
         gate, up = inner.unflatten(1, (-1, 2)).unbind(2) if self.interleaved else inner.chunk(2, 1)
         return self.activation(gate) * up
 
     def _biases(self) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-        """Return the biases as the ops take them."""
+        """Return the biases as operands of the ops."""
         if not self.bias:
             return None, None
-        parameters = parameters_of(self)
-        of_gate_up, of_down = (parameters[name] for name in _BIASES)
+        parameters = direct_parameters(self)
+        gate_up_bias, down_bias = (parameters[name] for name in _BIASES)
         if not self.expert_parallel:
-            split = self.splits[_BIASES[1]]
-            after = self.hidden_size - split.offset - split.size
-            of_down = F.pad(of_down, (split.offset, after))
-            of_gate_up = F.pad(of_gate_up, (0, 2)) if self.empty else of_gate_up
-        return of_gate_up, of_down
+            sharding = self.splits[_BIASES[1]]
+            columns_after = self.hidden_size - sharding.offset - sharding.size
+            down_bias = F.pad(down_bias, (sharding.offset, columns_after))
+            gate_up_bias = F.pad(gate_up_bias, (0, 2)) if self.empty else gate_up_bias
+        return gate_up_bias, down_bias
 
     def _transposed(self, weight: torch.Tensor) -> torch.Tensor:
         return weight if self.transposed else weight.mT
 
-    def _operands(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weights [experts, K, N] as the ops take them."""
+    def _weight_operands(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weights [experts, K, N] as operands of the ops."""
         if self._packed:
             self._refuse_gradient(x)
             gate_up, down = (self._packed[name] for name in PROJECTIONS)
             return gate_up, down
         gate_up, down = (self._transposed(self.get_parameter(name)) for name in PROJECTIONS)
         if self.empty and not self.expert_parallel:
-            # A width of zeros keeps this rank's backward in step with the others'.
+            # A rank without width pads its weights with zeros. They stay in the autograd graph, so
+            # the backward makes the same calls on all ranks.
             gate_up, down = F.pad(gate_up, (0, 2)), F.pad(down, (0, 0, 0, 1))
         return gate_up, down
 

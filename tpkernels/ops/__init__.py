@@ -1,4 +1,4 @@
-"""The ops, one file each: schema, execution, gradient, documented function."""
+"""Public ops. Each file defines the schema, the gradient and the documented function of an op."""
 
 from tpkernels.ops.all_gather import all_gather
 from tpkernels.ops.all_gather_matmul import all_gather_matmul
@@ -33,16 +33,20 @@ __all__ = [
     "scaled_matmul_reduce_scatter",
 ]
 
-_OF_ALL = """
-    ``group`` is a ProcessGroup, a one-dimensional DeviceMesh, ``(mesh, dim)`` or a group's name.
-    ``algorithm`` is "auto" or the name of one, which `tpkernels info` lists.
+# Appended to the docstring of every op.
+_COMMON_DOC = """
+    ``group`` is a ``ProcessGroup``, a one-dimensional ``DeviceMesh``, a ``(mesh, dim)`` tuple or a
+    group name. ``algorithm`` is ``"auto"`` or an algorithm name listed by ``tpkernels info``.
 
     Raises:
-        ValueError, TypeError: invalid arguments; nothing has been sent.
-        NotImplementedError: valid but not supported: a dtype, the requested algorithm, or a
-            gradient.
-        PeerLostError, CollectiveTimeoutError, CollectiveMismatchError, GroupBrokenError.
+        ValueError, TypeError: An argument is invalid. No data was sent.
+        NotImplementedError: The dtype, the requested algorithm or the gradient is not supported.
+            No data was sent.
+        PeerLostError: A peer process ended or left the call.
+        CollectiveTimeoutError: A peer did not make the call within the timeout of the group.
+        CollectiveMismatchError: A peer made a different call.
+        GroupBrokenError: An earlier call of the group failed.
     """
 for _name in __all__:
-    if _text := globals()[_name].__doc__:  # none with -OO
-        globals()[_name].__doc__ = _text + _OF_ALL
+    if _doc := globals()[_name].__doc__:  # python -OO strips docstrings
+        globals()[_name].__doc__ = _doc + _COMMON_DOC

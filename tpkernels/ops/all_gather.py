@@ -1,4 +1,4 @@
-"""``concat_r(x_r)`` along any dim."""
+"""All-gather along any dim: ``concat_r(x_r)``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tpkernels.groups import GroupLike, name_of
+from tpkernels.groups import GroupLike, group_name
 from tpkernels.ops.arguments import GatherArguments
 from tpkernels.ops.autograd import Context, Needs
 from tpkernels.ops.registration import Op, define
@@ -18,9 +18,9 @@ SCHEMA = (
 )
 
 
-def _save(ctx: Context, given: GatherArguments, output: torch.Tensor) -> None:
-    ctx.group, ctx.dim = given.group, given.gather_dim
-    ctx.options = {"shard_sizes": given.shard_sizes, "algorithm": given.algorithm}
+def _save(ctx: Context, args: GatherArguments, output: torch.Tensor) -> None:
+    ctx.group, ctx.dim = args.group, args.gather_dim
+    ctx.options = {"shard_sizes": args.shard_sizes, "algorithm": args.algorithm}
 
 
 def _backward(ctx: Context, needs: Needs, grad: torch.Tensor) -> dict[str, Any]:
@@ -40,15 +40,27 @@ def all_gather(
     shard_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    """Concatenate the ranks' ``x`` along ``gather_dim``, on every rank.
+    """Concatenate the shards of all ranks along ``gather_dim``, on every rank.
+
+    With equal shards it equals::
+
+        shards = [torch.empty_like(x) for _ in range(world_size)]
+        dist.all_gather(shards, x, group)
+        gathered = torch.cat(shards, gather_dim)
 
     Args:
-        x: this rank's shard, of any shape with at least one dim; any strides. On CPUs also integers
-            of 32 or 64 bits.
-        gather_dim: the dim that is split over the ranks.
-        shard_sizes: rows of each rank along ``gather_dim``; default: all the same.
+        x: Local shard with at least one dim and any strides. float16, bfloat16, float32 or
+            float64; on CPUs also int32 or int64.
+        gather_dim: Dim that is split over the ranks.
+        shard_sizes: Rows of each rank along ``gather_dim``. Default: all ranks have as many as
+            ``x``.
 
-    The gradient of ``x`` is the sum over the ranks of the gradients of its part of their results:
-    the loss is the sum of what the ranks compute from theirs.
+    Returns:
+        The gathered tensor, in the dtype of ``x``.
+
+    Gradient: the reduce-scatter of the output gradients. The loss is the sum of the losses of all
+    ranks. If all ranks compute the same loss, use `tpkernels.nn.gather_from_ranks`.
     """
-    return OP.entry()(x, name_of(group), gather_dim, shard_sizes=shard_sizes, algorithm=algorithm)
+    return OP.entry()(
+        x, group_name(group), gather_dim, shard_sizes=shard_sizes, algorithm=algorithm
+    )

@@ -1,5 +1,7 @@
-"""``y_i = concat_r(x_r) @ w_i``: the column-parallel layer with sequence parallelism (QKV,
-gate/up)."""
+"""All-gather and matmul: ``y_i = concat_r(x_r) @ w_i``.
+
+The column-parallel layer with sequence parallelism (QKV, gate/up projections).
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ from typing import Any, overload
 import torch
 
 from tpkernels.common import dtypes
-from tpkernels.groups import GroupLike, name_of
-from tpkernels.local.product import CustomMatmul, Weight
+from tpkernels.groups import GroupLike, group_name
+from tpkernels.local.weight import CustomMatmul, Weight
 from tpkernels.ops.arguments import GatherArguments
-from tpkernels.ops.autograd import ColumnGrads, Context, Needs, matmul, split_options
+from tpkernels.ops.autograd import ColumnGrads, Context, Needs, backward_options, matmul
 from tpkernels.ops.registration import Op, bias_list, define
 
 SCHEMA = (
@@ -22,11 +24,11 @@ SCHEMA = (
 )
 
 
-def _save(ctx: Context, given: GatherArguments, output: Sequence[torch.Tensor]) -> None:
-    ctx.group, ctx.dim, ctx.returned = given.group, given.gather_dim, given.return_gathered
-    ctx.options = {"shard_sizes": given.shard_sizes, "algorithm": given.algorithm}
-    kept = output[0] if ctx.returned else given.x
-    ctx.columns = ColumnGrads(ctx, given.x, given.weights, given.biases, kept)
+def _save(ctx: Context, args: GatherArguments, output: Sequence[torch.Tensor]) -> None:
+    ctx.group, ctx.dim, ctx.returned = args.group, args.gather_dim, args.return_gathered
+    ctx.options = {"shard_sizes": args.shard_sizes, "algorithm": args.algorithm}
+    saved_x = output[0] if ctx.returned else args.x
+    ctx.columns = ColumnGrads(ctx, args.x, args.weights, args.biases, saved_x)
     if not ctx.returned:
         ctx.mark_non_differentiable(output[0])
 
@@ -37,23 +39,26 @@ def _backward(
     grad_gathered: torch.Tensor | None,
     grad_outs: Sequence[torch.Tensor | None],
 ) -> dict[str, Any]:
-    kept, *weights = ctx.saved_tensors
+    saved_x, *weights = ctx.saved_tensors
     grad_x = None
     if needs.x:
         grad_x = _grad_x(ctx, grad_gathered, ctx.columns.factors(grad_outs, weights))
 
-    def whole() -> torch.Tensor:
-        """Not overlapped with the matmul, on purpose. AMD EPYC Zen 3, 1 thread, 2026-11-21, two
-        shards of (2048, 2048, 2048): the gather is 1.1 ms of 236 ms in bf16 and 2.2 of 195 in fp32,
-        while a sum over shards reads and writes the fp32 accumulator once per shard."""
+    def get_gathered_x() -> torch.Tensor:
+        """Return the gathered x, without overlap with the matmul that follows.
+
+        An overlapped sum over shards reads and writes the fp32 accumulator once per shard. The
+        gather is cheaper. AMD EPYC Zen 3, 1 thread, 2026-11-21, two shards of (2048, 2048, 2048):
+        1.1 ms of 236 ms in bf16, 2.2 ms of 195 ms in fp32.
+        """
         if ctx.returned:
-            return kept
+            return saved_x
         gathered: torch.Tensor = torch.ops.tpkernels.all_gather.default(
-            kept, ctx.group, ctx.dim, **split_options(ctx, has_matmul=False)
+            saved_x, ctx.group, ctx.dim, **backward_options(ctx, has_matmul=False)
         )
         return gathered
 
-    return {"x": grad_x, **ctx.columns.of_weights(needs, grad_outs, whole)}
+    return {"x": grad_x, **ctx.columns.compute_weight_grads(needs, grad_outs, get_gathered_x)}
 
 
 def _grad_x(
@@ -61,20 +66,20 @@ def _grad_x(
     grad_gathered: torch.Tensor | None,
     factors: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """``rows_r(sum_r(grad @ back + grad_gathered))``, in one reduce-scatter."""
+    """Return ``rows_r(sum_r(grad @ w^T + grad_gathered))``, from one reduce-scatter."""
     ops = torch.ops.tpkernels
     if factors is None:
         assert grad_gathered is not None  # the backward runs only if there is a gradient
         partial = grad_gathered
     elif grad_gathered is None:
         last = ctx.dim == factors[0].dim() - 1
-        options = split_options(ctx, has_matmul=True, last_dim=last)
+        options = backward_options(ctx, has_matmul=True, last_dim=last)
         return ops.matmul_reduce_scatter.default(*factors, ctx.group, ctx.dim, **options)
     else:
         dtype = ctx.columns.dtype
-        wide = matmul(*factors, dtypes.accumulator(dtype))
-        partial = wide.add_(grad_gathered).to(dtype)
-    options = split_options(ctx, has_matmul=False)
+        accumulator = matmul(*factors, dtypes.accumulator(dtype))
+        partial = accumulator.add_(grad_gathered).to(dtype)
+    options = backward_options(ctx, has_matmul=False)
     return ops.reduce_scatter.default(partial, ctx.group, ctx.dim, **options)
 
 
@@ -106,47 +111,55 @@ def all_gather_matmul(  # type: ignore[misc]
     shard_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> Any:
-    """Gather ``x`` over the ranks of ``group`` and multiply it by each weight, as one operation.
+    """Gather ``x`` along ``gather_dim`` and multiply it by each weight.
+
+    Overlaps the all-gather with the matmuls. With equal shards it equals::
+
+        shards = [torch.empty_like(x) for _ in range(world_size)]
+        dist.all_gather(shards, x, group)
+        gathered = torch.cat(shards, gather_dim)
+        y = [gathered @ w + bias for w, bias in zip(weights, biases)]
 
     Args:
-        x: [..., K], this rank's shard along ``gather_dim``; any strides.
-        weights: [K, N] or several [K, N_i] that share the gather; any strides
-            (``linear.weight.t()`` is the fast layout), packed (`pack`), or a `CustomMatmul`. N may
-            differ by rank.
-        gather_dim: the dim of ``x`` that is split over the ranks.
-        biases: [N] for each weight, or None.
-        out_dtype: dtype of the result; default ``x``'s. The matmul accumulates in fp32 either way
-            (docs/numerics.md has cuBLAS's exception).
-        return_gathered: also return the gathered ``x``.
-        save_gathered: keep the gathered ``x`` for the gradient of the weights. By default ``x``
-            is kept and gathered again in the backward, which takes a small fraction of the time of
-            the matmul that follows; keeping it takes the memory of all ranks' activations on every
-            rank. ``return_gathered`` keeps it too.
-        shard_sizes: rows of each rank along ``gather_dim``; default: all the same.
+        x: [..., K], floating-point local shard along ``gather_dim``, with any strides.
+        weights: [K, N], or a list of [K, N_i] that share the gather. Each is a tensor in the dtype
+            of ``x`` with any strides (``linear.weight.t()`` is the fast layout), a packed weight
+            (`pack`), or a `CustomMatmul`. N may differ by rank.
+        gather_dim: Dim of ``x`` that is split over the ranks.
+        biases: [N] or None for each weight, in the dtype of ``x`` or float32.
+        out_dtype: Dtype of the results. Default: the dtype of ``x``. The matmul accumulates in
+            fp32 in either case, except for the cuBLAS settings in ``docs/numerics.md``.
+        return_gathered: Also return the gathered ``x``.
+        save_gathered: Save the gathered ``x`` for the weight gradients. By default the backward
+            gathers the saved shard again. That adds a small fraction of the time of the matmul
+            that follows. The gathered ``x`` needs the memory of the activations of all ranks on
+            every rank. ``return_gathered`` also saves it.
+        shard_sizes: Rows of each rank along ``gather_dim``. Default: all ranks have as many as
+            ``x``.
 
     Returns:
-        y [..., M, ..., N] for one weight, a list for several; ``(gathered, y)`` with
-        ``return_gathered``.
+        ``y`` with the shape of the gathered ``x``, but N as the last dim. A list of weights gives a
+        list. With ``return_gathered``: ``(gathered, y)``.
 
-    The gradient of ``x`` is one ``matmul_reduce_scatter``; that of a weight is a matmul of the
-    gathered ``x`` and the gradient of its result. A leaf weight with ``grad_dtype`` float32 gets
-    its gradient in float32, not rounded to ``x``'s dtype.
+    Gradient: ``matmul_reduce_scatter(grad, w.t())`` for ``x``, and ``gathered^T @ grad`` for a
+    weight. A leaf weight with ``grad_dtype=torch.float32`` gets an unrounded float32 gradient.
+    Packed weights and `CustomMatmul` have no gradient.
 
-    In ``torch.ops.tpkernels.all_gather_matmul`` a weight without a bias gets an empty one, and the
-    first result is ``gathered``, empty unless requested. The arguments mean what they mean in
+    ``torch.ops.tpkernels.all_gather_matmul`` requires an empty tensor for each missing bias. Its
+    first result is ``gathered``, empty unless requested. The arguments match
     ``torch.ops.symm_mem.fused_all_gather_matmul``.
     """
     single = isinstance(weights, (torch.Tensor, CustomMatmul))
-    each = [weights] if isinstance(weights, (torch.Tensor, CustomMatmul)) else list(weights)
-    each_bias = [biases] if isinstance(biases, torch.Tensor) else biases
+    weight_list = [weights] if isinstance(weights, (torch.Tensor, CustomMatmul)) else list(weights)
+    optional_biases = [biases] if isinstance(biases, torch.Tensor) else biases
     keep = save_gathered and torch.is_grad_enabled()
-    keep = keep and any(isinstance(w, torch.Tensor) and w.requires_grad for w in each)
+    keep = keep and any(isinstance(w, torch.Tensor) and w.requires_grad for w in weight_list)
     gathered, outs = OP.entry()(
         x,
-        each,
-        name_of(group),
+        weight_list,
+        group_name(group),
         gather_dim,
-        biases=None if biases is None else bias_list(x, each_bias),
+        biases=None if biases is None else bias_list(x, optional_biases),
         out_dtype=out_dtype,
         return_gathered=return_gathered or keep,
         shard_sizes=shard_sizes,

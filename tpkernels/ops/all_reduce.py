@@ -1,4 +1,4 @@
-"""``sum_r(x_r)`` on every rank."""
+"""All-reduce: ``sum_r(x_r)`` on every rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tpkernels.groups import GroupLike, name_of
+from tpkernels.groups import GroupLike, group_name
 from tpkernels.ops import validation
 from tpkernels.ops.arguments import ReduceArguments
 from tpkernels.ops.autograd import Context, Needs
@@ -19,8 +19,8 @@ SCHEMA = (
 SCHEMA_IN_PLACE = "all_reduce_(Tensor(a!) x, str group, *, str algorithm='auto') -> ()"
 
 
-def _save(ctx: Context, given: ReduceArguments, output: torch.Tensor) -> None:
-    ctx.dtype = given.x.dtype
+def _save(ctx: Context, args: ReduceArguments, output: torch.Tensor) -> None:
+    ctx.dtype = args.x.dtype
 
 
 def _backward(ctx: Context, needs: Needs, grad: torch.Tensor) -> dict[str, Any]:
@@ -30,18 +30,20 @@ def _backward(ctx: Context, needs: Needs, grad: torch.Tensor) -> dict[str, Any]:
 OP_IN_PLACE: Op[None] = define(
     SCHEMA_IN_PLACE,
     no_gradient="it overwrites its input; use tpkernels.all_reduce",
-    check=validation.written_once,
+    check=validation.overwritable,
 )
 
 
-_LIBRARY = torch.library.Library("tpkernels", "IMPL")  # kept alive: its end unregisters
+_LIBRARY = torch.library.Library("tpkernels", "IMPL")  # its destructor unregisters the kernel
 
 
 @torch.library.impl(_LIBRARY, OP_IN_PLACE.unrecorded.name(), "Functionalize")
-def _without_writing(x: torch.Tensor, group: str, *, algorithm: str = "auto") -> None:
-    """Compiled graphs hold no op that writes: the sum is a new tensor, from which the compiler
-    makes all views of ``x``."""
-    validation.written_once(x)
+def _functionalize(x: torch.Tensor, group: str, *, algorithm: str = "auto") -> None:
+    """Replace the in-place op in compiled graphs, which contain no mutating ops.
+
+    The sum is a new tensor, and the compiler regenerates all views of ``x`` from it.
+    """
+    validation.overwritable(x)
     x.copy_(torch.ops.tpkernels.all_reduce(x, group, algorithm=algorithm))
 
 
@@ -55,27 +57,45 @@ def all_reduce(
     out_dtype: torch.dtype | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    """Sum ``x`` over the ranks; every rank gets the sum.
+    """Sum ``x`` over the ranks and return the sum on every rank.
+
+    It equals::
+
+        y = x.clone()
+        dist.all_reduce(y, group=group)
 
     Args:
-        x: of the same shape on all ranks; any strides.
-        out_dtype: dtype of the result; default ``x``'s.
+        x: Floating-point tensor with the same shape and dtype on all ranks, and any strides.
+        out_dtype: Dtype of the result. Default: the dtype of ``x``.
 
     Returns:
-        The sum, in fp32, in rank order, rounded once: the same bits on every rank and in every
-        run. On CUDA tensors ``numerics`` of `init` decides.
+        The sum. It accumulates in fp32 in rank order, is rounded once, and is bitwise identical on
+        all ranks and in all runs. For CUDA tensors, ``numerics`` of `init` selects the order.
 
-    All ranks compute the same loss from the result, so its gradient is the same on all ranks and
-    goes to each rank's ``x`` unchanged. An input that all ranks share and multiply by their own
-    weights needs the opposite, the sum of its gradients: pass ``x = x.view_as(x)`` to those matmuls
-    and call ``x.register_hook(lambda grad: tpkernels.all_reduce(grad, group))``.
+    Gradient: the gradient of the result, without communication. All ranks are assumed to compute
+    the same loss from the result. An input that all ranks share and multiply by different weights
+    needs the sum of its gradients: pass ``x = x.view_as(x)`` to those matmuls and call
+    ``x.register_hook(lambda grad: tpkernels.all_reduce(grad, group))``.
     """
-    return OP.entry()(x, name_of(group), out_dtype=out_dtype, algorithm=algorithm)
+    return OP.entry()(x, group_name(group), out_dtype=out_dtype, algorithm=algorithm)
 
 
 def all_reduce_(x: torch.Tensor, group: GroupLike, *, algorithm: str = "auto") -> torch.Tensor:
-    """``all_reduce`` in place; returns ``x``. Raises what ``all_reduce`` raises, and also
-    ``NotImplementedError`` if ``x`` requires a gradient and ``ValueError`` if elements of ``x``
-    share memory, as in an expanded tensor."""
-    OP_IN_PLACE.entry()(x, name_of(group), algorithm=algorithm)
+    """Sum ``x`` over the ranks in place, on every rank.
+
+    It equals::
+
+        dist.all_reduce(x, group=group)
+
+    Args:
+        x: Floating-point tensor with the same shape and dtype on all ranks. If it requires a
+            gradient, `NotImplementedError` is raised. If two elements share memory, as in an
+            expanded tensor, `ValueError` is raised.
+
+    Returns:
+        ``x``, overwritten with the sum. The sum is rounded as in `all_reduce`.
+
+    Gradient: not supported. Use `all_reduce`.
+    """
+    OP_IN_PLACE.entry()(x, group_name(group), algorithm=algorithm)
     return x

@@ -1,4 +1,4 @@
-"""``sum_r(x_r) + residual`` on every rank, and its rows normalised."""
+"""All-reduce, residual addition and RMSNorm: ``rms_norm(sum_r(x_r) + residual)``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tpkernels.groups import GroupLike, name_of
+from tpkernels.groups import GroupLike, group_name
 from tpkernels.ops.arguments import ReduceArguments
 from tpkernels.ops.autograd import Context, Needs, norm_grads
 from tpkernels.ops.registration import Op, define
@@ -17,15 +17,15 @@ SCHEMA = (
 )
 
 
-def _save(ctx: Context, given: ReduceArguments, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    ctx.save_for_backward(output[1], given.weight)
-    ctx.eps, ctx.dtype = given.eps, given.x.dtype
+def _save(ctx: Context, args: ReduceArguments, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.save_for_backward(output[1], args.weight)
+    ctx.eps, ctx.dtype = args.eps, args.x.dtype
 
 
 def _backward(ctx: Context, needs: Needs, *grads: torch.Tensor) -> dict[str, Any]:
-    """All of it local: the gradient of the sum is that of each summand (ops/autograd.py)."""
+    """Pass the gradient of the sum to every summand, without communication (ops/autograd.py)."""
     total, weight = norm_grads(ctx, *ctx.saved_tensors, *grads)
-    term = total.to(ctx.dtype)  # which the residual has too
+    term = total.to(ctx.dtype)  # dtype of x and residual
     return {
         "x": term,
         "weight": weight if needs.weight else None,
@@ -45,29 +45,35 @@ def all_reduce_rms_norm(
     eps: float = 1e-6,
     algorithm: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum ``x`` over the ranks, add ``residual`` and normalise the rows, as one operation.
+    """Sum ``x`` over the ranks, add ``residual`` and apply RMSNorm to the rows.
+
+    It equals::
+
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        new_residual = total + residual
+        normed = torch.nn.functional.rms_norm(new_residual, weight.shape, weight, eps)
 
     Args:
-        x: [..., N], of the same shape on all ranks; any strides.
-        weight: [N], of the normalisation, in ``x``'s dtype or float32. The same on all ranks, as
-            are ``residual`` and ``eps``.
-        residual: [..., N], of ``x``'s dtype, added to the sum.
-        eps: added to the mean of the squares.
+        x: [..., N], floating-point, with the same shape on all ranks and any strides.
+        weight: [N], RMSNorm weight in the dtype of ``x`` or float32. ``weight``, ``residual`` and
+            ``eps`` must be equal on all ranks.
+        residual: [..., N] in the dtype of ``x``, added to the sum.
+        eps: Term added to the mean of the squares.
 
     Returns:
-        ``(normed, new_residual)``, [..., N] in ``x``'s dtype. ``new_residual`` is
-        ``sum_r(x_r) + residual``, in fp32, in rank order, rounded once: the bits of `all_reduce`
-        where there is no residual. ``normed`` is
-        ``new_residual / sqrt(mean(new_residual^2) + eps) * weight`` of each row: of the rounded
-        values, in fp32, rounded once, as ``torch.nn.functional.rms_norm`` gives it. Without
-        overflow it is within ``eps_dtype/2 + (N/128 + 8) * 2^-24`` of that, relatively, where
-        ``eps_dtype`` is ``torch.finfo``'s. Both have the same bits on every rank and in every run,
-        and on CPUs by every algorithm. On CUDA tensors ``numerics`` of `init` decides.
+        ``(normed, new_residual)``, both [..., N] in the dtype of ``x``. ``new_residual``
+        accumulates in fp32 in rank order and is rounded once. Without ``residual`` it is bitwise
+        identical to `all_reduce`. ``normed`` is computed from the rounded ``new_residual`` in fp32
+        and rounded once. Without overflow its relative error is at most
+        ``eps_dtype/2 + (N/128 + 8) * 2^-24``, with ``eps_dtype = torch.finfo(x.dtype).eps``. Both
+        results are bitwise identical on all ranks and in all runs, and on CPUs for all algorithms.
+        For CUDA tensors, ``numerics`` of `init` selects the order of the sum.
 
-    `direct` normalises each row as soon as it is summed: on CPUs while it is in the cache, on CUDA
-    tensors in the kernel that sums, if N is a multiple of 8. Everywhere else a normalisation
-    follows the all-reduce.
+    ``direct`` fuses the RMSNorm: on CPUs it normalizes each row while the row is in cache, on CUDA
+    tensors in the reduction kernel if N is a multiple of 8. Otherwise a separate RMSNorm follows
+    the all-reduce.
 
-    The backward is local: see `all_reduce`.
+    Gradient: local, as for `all_reduce`.
     """
-    return OP.entry()(x, weight, name_of(group), residual, eps=eps, algorithm=algorithm)
+    return OP.entry()(x, weight, group_name(group), residual, eps=eps, algorithm=algorithm)

@@ -1,4 +1,4 @@
-"""Shards along one dim for shards along another."""
+"""All-to-all: exchange shards along one dim for shards along a second dim."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tpkernels.groups import GroupLike, name_of
+from tpkernels.groups import GroupLike, group_name
 from tpkernels.ops.arguments import ExchangeArguments
 from tpkernels.ops.autograd import Context, Needs
 from tpkernels.ops.registration import Op, define
@@ -18,14 +18,14 @@ SCHEMA = (
 )
 
 
-def _save(ctx: Context, given: ExchangeArguments, output: torch.Tensor) -> None:
-    ctx.group = given.group
+def _save(ctx: Context, args: ExchangeArguments, output: torch.Tensor) -> None:
+    ctx.group = args.group
     ctx.options = {
-        "gather_dim": given.scatter_dim,
-        "scatter_dim": given.gather_dim,
-        "gather_sizes": given.scatter_sizes,
-        "scatter_sizes": given.gather_sizes,
-        "algorithm": given.algorithm,
+        "gather_dim": args.scatter_dim,
+        "scatter_dim": args.gather_dim,
+        "gather_sizes": args.scatter_sizes,
+        "scatter_sizes": args.gather_sizes,
+        "algorithm": args.algorithm,
     }
 
 
@@ -46,22 +46,32 @@ def all_to_all(
     scatter_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    """Exchange shards along ``gather_dim`` for shards along ``scatter_dim``: like an all-gather
-    after which each rank keeps only its part, without receiving the rest.
+    """Exchange shards along ``gather_dim`` for shards along ``scatter_dim``.
+
+    With equal shards it equals::
+
+        inputs = [shard.contiguous() for shard in x.chunk(world_size, scatter_dim)]
+        outputs = [torch.empty_like(shard) for shard in inputs]
+        dist.all_to_all(outputs, inputs, group)
+        y = torch.cat(outputs, gather_dim)
 
     Args:
-        x: this rank's shard along ``gather_dim``, all of ``scatter_dim``; any strides. On CPUs also
-            integers of 32 or 64 bits.
-        gather_dim: the dim that is split over the ranks before, and whole after.
-        scatter_dim: the dim that is whole before, and split after.
-        gather_sizes: rows of each rank along ``gather_dim``; default: all the same.
-        scatter_sizes: rows of each rank along ``scatter_dim``; default: all the same.
+        x: Local shard along ``gather_dim``, unsharded along ``scatter_dim``, with any strides.
+            float16, bfloat16, float32 or float64; on CPUs also int32 or int64.
+        gather_dim: Dim that is split over the ranks in ``x`` and unsharded in the result.
+        scatter_dim: Dim that is unsharded in ``x`` and split over the ranks in the result.
+        gather_sizes: Rows of each rank along ``gather_dim``. Default: all ranks have as many as
+            ``x``.
+        scatter_sizes: Rows of each rank along ``scatter_dim``. Default: all equal.
 
-    The gradient is exchanged back.
+    Returns:
+        The local shard along ``scatter_dim``, gathered along ``gather_dim``, in the dtype of ``x``.
+
+    Gradient: an all-to-all in the opposite direction.
     """
     return OP.entry()(
         x,
-        name_of(group),
+        group_name(group),
         gather_dim,
         scatter_dim,
         gather_sizes=gather_sizes,

@@ -1,7 +1,7 @@
-"""What a call of an op is given: one class per family of ops, with the names of their schemas.
+"""Arguments of a call: one class per family of ops, with the argument names of the schemas.
 
-They are named tuples because each call creates one, and a frozen dataclass takes longer. What
-an op does not take has its default.
+The classes are named tuples because each call creates an instance, and frozen dataclasses are
+slower to create. Arguments that an op does not accept keep their default.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from tpkernels.local.product import Weight
+from tpkernels.local.weight import Weight
 from tpkernels.planning.op_spec import OpSpec
 
 
@@ -37,7 +37,7 @@ class ReduceArguments(NamedTuple):
     scale_x: torch.Tensor | None = None
     scale_w: torch.Tensor | None = None
     norm_weight: torch.Tensor | None = None
-    weight: torch.Tensor | None = None  #: the norm's, of `all_reduce_rms_norm`
+    weight: torch.Tensor | None = None  #: RMSNorm weight of `all_reduce_rms_norm`
     bias: torch.Tensor | None = None
     residual: torch.Tensor | None = None
     scatter_dim: int = 0
@@ -50,7 +50,7 @@ class ReduceArguments(NamedTuple):
 
     @property
     def norm(self) -> torch.Tensor | None:
-        """Return the weight of the normalisation, under either name."""
+        """Return the RMSNorm weight, ``norm_weight`` or ``weight``."""
         return self.weight if self.norm_weight is None else self.norm_weight
 
 
@@ -70,7 +70,7 @@ class RoutedArguments(NamedTuple):
     num_experts: int
     group: str
     scale_x: torch.Tensor | None = None
-    topk_weights: torch.Tensor | None = None  #: of `moe_combine`
+    topk_weights: torch.Tensor | None = None  #: argument of `moe_combine`
     shard_sizes: Sequence[int] | None = None
     max_rows: int | None = None
     algorithm: str = "auto"
@@ -80,7 +80,7 @@ OpArguments: TypeAlias = GatherArguments | ReduceArguments | ExchangeArguments |
 
 
 def arguments_class(spec: OpSpec) -> type[OpArguments]:
-    """Return the class of an op's family."""
+    """Return the argument class of the op family."""
     if spec.gathers:
         return GatherArguments
     if spec.reduces:

@@ -1,9 +1,8 @@
-"""``y_i = x @ w_i`` where all ranks have the same x and each has its own columns of w: the
-column-parallel layer without sequence parallelism.
+"""Column-parallel layer without sequence parallelism: ``y_i = x @ w_i`` with a replicated x.
 
-The forward is local. In the backward each rank has a partial gradient of x, from its columns, and
-one ``matmul_all_reduce`` sums them: Megatron's "f" (identity forward, all-reduce backward), fused
-with the matmul before it.
+Each rank holds a slice of the columns of w. The forward is local. In the backward each rank
+computes a partial gradient of x, and ``matmul_all_reduce`` sums the partials. This is the Megatron
+operator "f" (identity forward, all-reduce backward), fused with the preceding matmul.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from typing import Any
 import torch
 
 from tpkernels import _C, groups
-from tpkernels.algorithms.parts import as_rows
+from tpkernels.algorithms.chunks import as_rows
 from tpkernels.groups import GroupLike
-from tpkernels.local.matmul import new_product
-from tpkernels.local.packed import columns_of
+from tpkernels.local.matmul import allocating_matmul
+from tpkernels.local.packed import weight_columns
 from tpkernels.ops import validation
 from tpkernels.ops.autograd import ColumnGrads, Context, Needs
-from tpkernels.ops.execution import materialized
+from tpkernels.ops.execution import materialize
 from tpkernels.ops.registration import Op, bias_list, define_local
 
 SCHEMA = "column_matmul(Tensor x, Tensor[] weights, str group, Tensor[]? biases=None) -> Tensor[]"
@@ -37,8 +36,8 @@ def _run(
     validation.weights(weights, biases, x, x.shape[-1])
     outs = []
     for i, w in enumerate(weights):
-        bias = None if biases is None else materialized(biases[i])
-        outs.append(new_product(as_rows(x), w, bias).view(*x.shape[:-1], columns_of(w)))
+        bias = None if biases is None else materialize(biases[i])
+        outs.append(allocating_matmul(as_rows(x), w, bias).view(*x.shape[:-1], weight_columns(w)))
     return outs
 
 
@@ -49,12 +48,12 @@ def _fake(
     biases: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     groups.get(group)
-    return [x.new_empty((*x.shape[:-1], columns_of(w))) for w in weights]
+    return [x.new_empty((*x.shape[:-1], weight_columns(w))) for w in weights]
 
 
-def _save(ctx: Context, given: Any, output: object) -> None:
-    ctx.group = given.group
-    ctx.columns = ColumnGrads(ctx, given.x, given.weights, given.biases, given.x)
+def _save(ctx: Context, args: Any, output: object) -> None:
+    ctx.group = args.group
+    ctx.columns = ColumnGrads(ctx, args.x, args.weights, args.biases, args.x)
 
 
 def _backward(
@@ -65,7 +64,7 @@ def _backward(
     grad_x = None
     if factors is not None:
         grad_x = torch.ops.tpkernels.matmul_all_reduce.default(*factors, ctx.group)
-    return {"x": grad_x, **ctx.columns.of_weights(needs, grad_outs, lambda: x)}
+    return {"x": grad_x, **ctx.columns.compute_weight_grads(needs, grad_outs, lambda: x)}
 
 
 OP: Op[list[torch.Tensor]] = define_local(
@@ -84,6 +83,9 @@ def column_matmul(
     group: GroupLike,
     biases: Sequence[torch.Tensor | None] | None,
 ) -> list[torch.Tensor]:
-    """``x @ w_i + bias_i`` for weights [K, N_i] of this rank, x [..., K] being the same on all
-    ranks of ``group``, over which the gradient of x is summed. Raises what the ops raise."""
-    return OP.entry()(x, list(weights), groups.name_of(group), bias_list(x, biases))
+    """Return ``x @ w_i + bias_i`` for the local weights [K, N_i].
+
+    x [..., K] must be equal on all ranks of ``group``. The backward sums the gradient of x over the
+    group. Raises the errors of the public ops.
+    """
+    return OP.entry()(x, list(weights), groups.group_name(group), bias_list(x, biases))

@@ -1,4 +1,7 @@
-"""``y = sum_r(x_r @ w_r)`` on every rank: the row-parallel layer without sequence parallelism."""
+"""Matmul and all-reduce: ``y = sum_r(x_r @ w_r)`` on every rank.
+
+The row-parallel layer without sequence parallelism.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ from typing import Any
 
 import torch
 
-from tpkernels.groups import GroupLike, name_of
-from tpkernels.local.product import Weight
+from tpkernels.groups import GroupLike, group_name
+from tpkernels.local.weight import Weight
 from tpkernels.ops.autograd import Context, Needs, operand_grads, save_operands
 from tpkernels.ops.registration import Op, define
 
@@ -18,7 +21,7 @@ SCHEMA = (
 
 
 def _backward(ctx: Context, needs: Needs, grad: torch.Tensor) -> dict[str, Any]:
-    """All of it local: the gradient of the sum is that of each partial (ops/autograd.py)."""
+    """Pass the gradient of the sum to every partial, without communication (ops/autograd.py)."""
     x, w = ctx.saved_tensors
     return operand_grads(ctx, needs, x, w, grad)
 
@@ -37,25 +40,37 @@ def matmul_all_reduce(
     wire_dtype: torch.dtype | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    """Multiply and sum over the ranks of ``group``, as one operation.
+    """Multiply ``x`` by ``w`` and return the sum over the ranks on every rank.
+
+    Overlaps the matmul with the all-reduce. It equals::
+
+        total = (x @ w).to(wire_dtype)
+        dist.all_reduce(total, group=group)
+        y = (total + bias + residual).to(out_dtype)
 
     Args:
-        x, w, out_dtype, wire_dtype: as in `matmul_reduce_scatter`.
-        bias: [N], added once, after the sum. The same on all ranks, as is ``residual``.
-        residual: [..., N], added after the bias.
+        x: [..., K], floating-point, with any strides. K may differ by rank.
+        w: [K, N]. A tensor in the dtype of ``x`` with any strides (``linear.weight.t()`` is the
+            fast layout), a packed weight (`pack`), or a `CustomMatmul`.
+        bias: [N] in the dtype of ``x`` or float32, added once after the sum. ``bias`` and
+            ``residual`` must be equal on all ranks.
+        residual: [..., N] in the dtype of ``x`` or the result, added after the bias.
+        out_dtype: Dtype of the result. Default: the dtype of ``x``.
+        wire_dtype: Dtype of the communicated partial sums: the dtype of ``x`` (default) or
+            float32.
 
     Returns:
-        ``sum_r(x_r @ w_r) + bias + residual`` [..., N] on every rank, summed as in
-        `matmul_reduce_scatter`: the same bits on every rank, too.
+        ``sum_r(x_r @ w_r) + bias + residual``, [..., N], bitwise identical on all ranks. Partial
+        sums accumulate as in `matmul_reduce_scatter`.
 
-    All ranks compute the same loss from the result, so its gradient is the same on all ranks and
-    the backward is local: ``grad_x = grad @ w^T``, ``grad_w = x^T @ grad``. For an input that all
-    ranks share see ``all_reduce``.
+    Gradient: local, ``grad @ w^T`` for ``x`` and ``x^T @ grad`` for ``w``. All ranks are
+    assumed to compute the same loss from the result. See `all_reduce` for inputs that all ranks
+    share.
     """
     return OP.entry()(
         x,
         w,
-        name_of(group),
+        group_name(group),
         bias,
         residual,
         out_dtype=out_dtype,

@@ -1,5 +1,7 @@
-"""``sum_r(x_r @ w_r) + bias + residual`` on every rank, and its rows normalised: the row-parallel
-layer without sequence parallelism, and the norm of the next layer."""
+"""Matmul, all-reduce, residual addition and RMSNorm: ``rms_norm(sum_r(x_r @ w_r) + residual)``.
+
+The row-parallel layer without sequence parallelism, followed by the norm of the next layer.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ from typing import Any
 
 import torch
 
-from tpkernels.groups import GroupLike, name_of
-from tpkernels.local.product import Weight
+from tpkernels.groups import GroupLike, group_name
+from tpkernels.local.weight import Weight
 from tpkernels.ops.arguments import ReduceArguments
 from tpkernels.ops.autograd import Context, Needs, norm_grads, operand_grads, save_operands
 from tpkernels.ops.registration import Op, define
@@ -20,13 +22,13 @@ SCHEMA = (
 )
 
 
-def _save(ctx: Context, given: ReduceArguments, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    save_operands(ctx, given, output, output[1], given.norm_weight)
-    ctx.eps = given.eps
+def _save(ctx: Context, args: ReduceArguments, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    save_operands(ctx, args, output, output[1], args.norm_weight)
+    ctx.eps = args.eps
 
 
 def _backward(ctx: Context, needs: Needs, *grads: torch.Tensor) -> dict[str, Any]:
-    """All of it local: the gradient of the sum is that of each partial (ops/autograd.py)."""
+    """Pass the gradient of the sum to every partial, without communication (ops/autograd.py)."""
     x, w, total, norm_weight = ctx.saved_tensors
     grad, weight_grad = norm_grads(ctx, total, norm_weight, *grads)
     return {
@@ -51,22 +53,32 @@ def matmul_all_reduce_rms_norm(
     eps: float = 1e-6,
     algorithm: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`matmul_all_reduce`, and a normalisation of the rows, as one operation.
+    """Multiply ``x`` by ``w``, sum over the ranks, add ``residual`` and apply RMSNorm to the rows.
+
+    It equals::
+
+        total = x @ w
+        dist.all_reduce(total, group=group)
+        new_residual = total + bias + residual
+        normed = torch.nn.functional.rms_norm(new_residual, norm_weight.shape, norm_weight, eps)
 
     Args:
-        x, w, bias: as in `matmul_all_reduce`.
-        norm_weight: [N], of the normalisation, in ``x``'s dtype or float32. The same on all ranks,
-            as are ``bias``, ``residual`` and ``eps``.
-        residual: [..., N], of ``x``'s dtype, added after the bias.
-        eps: added to the mean of the squares.
+        x: [..., K], floating-point, with any strides. K may differ by rank.
+        w: [K, N]. A tensor in the dtype of ``x`` with any strides (``linear.weight.t()`` is the
+            fast layout), a packed weight (`pack`), or a `CustomMatmul`.
+        norm_weight: [N], RMSNorm weight in the dtype of ``x`` or float32. ``norm_weight``,
+            ``bias``, ``residual`` and ``eps`` must be equal on all ranks.
+        bias: [N] in the dtype of ``x`` or float32, added once after the sum.
+        residual: [..., N] in the dtype of ``x``, added after the bias.
+        eps: Term added to the mean of the squares.
 
     Returns:
-        ``(normed, new_residual)``, [..., N] in ``x``'s dtype. ``new_residual`` is
-        ``sum_r(x_r @ w_r) + bias + residual``, the bits of `matmul_all_reduce`; ``normed`` is what
-        `all_reduce_rms_norm` makes of it, with the same bound.
+        ``(normed, new_residual)``, both [..., N] in the dtype of ``x``. ``new_residual`` is
+        bitwise identical to the result of `matmul_all_reduce`. ``normed`` has the error bound of
+        `all_reduce_rms_norm`.
 
-    The backward is local: see `all_reduce`.
+    Gradient: local, as for `matmul_all_reduce`.
     """
     return OP.entry()(
-        x, w, norm_weight, name_of(group), bias, residual, eps=eps, algorithm=algorithm
+        x, w, norm_weight, group_name(group), bias, residual, eps=eps, algorithm=algorithm
     )

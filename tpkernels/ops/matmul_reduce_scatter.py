@@ -1,5 +1,7 @@
-"""``y_r = rows_r(sum_r(x_r @ w_r))``: the row-parallel layer with sequence parallelism (attention
-output, MLP down)."""
+"""Matmul and reduce-scatter: ``y_r = rows_r(sum_r(x_r @ w_r))``.
+
+The row-parallel layer with sequence parallelism (attention output, MLP down projection).
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,10 @@ from typing import Any
 
 import torch
 
-from tpkernels.groups import GroupLike, name_of
-from tpkernels.local.product import Weight
+from tpkernels.groups import GroupLike, group_name
+from tpkernels.local.weight import Weight
 from tpkernels.ops.arguments import ReduceArguments
-from tpkernels.ops.autograd import Context, Needs, bias_grad, save_operands, split_options
+from tpkernels.ops.autograd import Context, Needs, backward_options, bias_grad, save_operands
 from tpkernels.ops.registration import Op, define
 
 SCHEMA = (
@@ -21,37 +23,39 @@ SCHEMA = (
 )
 
 
-def _save(ctx: Context, given: ReduceArguments, output: torch.Tensor) -> None:
-    save_operands(ctx, given, output)
-    ctx.group, ctx.dim = given.group, given.scatter_dim
-    ctx.options = {"shard_sizes": given.shard_sizes, "algorithm": given.algorithm}
+def _save(ctx: Context, args: ReduceArguments, output: torch.Tensor) -> None:
+    save_operands(ctx, args, output)
+    ctx.group, ctx.dim = args.group, args.scatter_dim
+    ctx.options = {"shard_sizes": args.shard_sizes, "algorithm": args.algorithm}
 
 
-def _gathered(
+def _gather_grad(
     ctx: Context, grad: torch.Tensor, w: torch.Tensor | None, keep: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Return the gradient of x, or None without ``w``, and the gathered gradient, if ``keep``, with
-    at most one gather."""
+    """Return the gradient of x (None without ``w``) and, if ``keep``, the gathered gradient.
+
+    Gathers at most once.
+    """
     last, ops = ctx.dim == grad.dim() - 1, torch.ops.tpkernels
-    options = split_options(ctx, has_matmul=w is not None, last_dim=last)
+    options = backward_options(ctx, has_matmul=w is not None, last_dim=last)
     if w is None:
         return None, ops.all_gather.default(grad, ctx.group, ctx.dim, **options)
-    whole, (grad_x,) = ops.all_gather_matmul.default(
+    gathered, (grad_x,) = ops.all_gather_matmul.default(
         grad, [w.t()], ctx.group, ctx.dim, return_gathered=keep, **options
     )
-    return grad_x, whole
+    return grad_x, gathered
 
 
 def _backward(ctx: Context, needs: Needs, grad: torch.Tensor) -> dict[str, Any]:
     x, w = ctx.saved_tensors
-    grad_x, whole = None, grad
+    grad_x, gathered = None, grad
     if needs.x or needs.w or needs.bias:
         keep = needs.w or needs.bias
-        grad_x, whole = _gathered(ctx, grad.to(ctx.dtype), w if needs.x else None, keep)
+        grad_x, gathered = _gather_grad(ctx, grad.to(ctx.dtype), w if needs.x else None, keep)
     return {
         "x": grad_x,
-        "w": ctx.weight_grad.product(x, whole) if needs.w else None,
-        "bias": bias_grad(whole, ctx.bias_dtype) if needs.bias else None,
+        "w": ctx.weight_grad.compute(x, gathered) if needs.w else None,
+        "bias": bias_grad(gathered, ctx.bias_dtype) if needs.bias else None,
         "residual": grad.to(ctx.residual_dtype) if needs.residual else None,
     }
 
@@ -72,33 +76,44 @@ def matmul_reduce_scatter(
     shard_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    """Multiply, sum over the ranks of ``group`` and keep this rank's shard, as one operation.
+    """Multiply ``x`` by ``w``, sum over the ranks and return the local shard of the sum.
+
+    Overlaps the matmul with the reduce-scatter. With equal shards and ``scatter_dim=0`` it
+    equals::
+
+        partial = (x @ w).to(wire_dtype)
+        total = partial.new_empty(partial.shape[0] // world_size, *partial.shape[1:])
+        dist.reduce_scatter_tensor(total, partial, group=group)
+        y = (total + bias + residual).to(out_dtype)
 
     Args:
-        x: [..., K]; any strides. K may differ by rank.
-        w: [K, N]; any strides (``linear.weight.t()`` is the fast layout), packed (`pack`), or a
-            `CustomMatmul`.
-        scatter_dim: the dim of the sum [..., N] that is split over the ranks.
-        bias: [N], added once, after the sum. Pass the whole bias, even if N is scattered.
-        residual: of the result's shape, added after the bias.
-        out_dtype: dtype of the result; default ``x``'s.
-        wire_dtype: dtype of the communicated partials; ``x``'s (default) or float32.
-        shard_sizes: rows of each rank along ``scatter_dim``; default: all the same.
+        x: [..., K], floating-point, with any strides. K may differ by rank.
+        w: [K, N]. A tensor in the dtype of ``x`` with any strides (``linear.weight.t()`` is the
+            fast layout), a packed weight (`pack`), or a `CustomMatmul`.
+        scatter_dim: Dim of the sum [..., N] that is split over the ranks.
+        bias: [N] in the dtype of ``x`` or float32, added once after the sum. Pass the full bias,
+            even if N is split.
+        residual: Local shard with the shape of the result, in the dtype of ``x`` or the result,
+            added after the bias.
+        out_dtype: Dtype of the result. Default: the dtype of ``x``.
+        wire_dtype: Dtype of the communicated partial sums: the dtype of ``x`` (default) or
+            float32.
+        shard_sizes: Rows of each rank along ``scatter_dim``. Default: all equal.
 
     Returns:
-        This rank's shard of ``sum_r(x_r @ w_r) + bias + residual``. Partials are summed in fp32 in
-        rank order and rounded once: the same bits in every run and for every algorithm. On CUDA
-        tensors ``numerics`` of `init` decides.
+        The local shard of ``sum_r(x_r @ w_r) + bias + residual``. Partial sums accumulate in fp32
+        in rank order and are rounded once. On CPUs the result is bitwise identical in all runs and
+        for all algorithms. For CUDA tensors, ``numerics`` of `init` selects the order.
 
-    The backward gathers the gradients of the shards once, for ``x`` (an ``all_gather_matmul``),
-    ``w`` and ``bias``. Every rank gets the whole gradient of ``bias``.
+    Gradient: the backward gathers ``grad`` once, for ``grad @ w^T`` (an ``all_gather_matmul``),
+    ``x^T @ grad`` and the bias. Every rank gets the full gradient of ``bias``.
 
-    The argument meanings are those of ``torch.ops.symm_mem.fused_matmul_reduce_scatter``.
+    The arguments match ``torch.ops.symm_mem.fused_matmul_reduce_scatter``.
     """
     return OP.entry()(
         x,
         w,
-        name_of(group),
+        group_name(group),
         scatter_dim,
         bias,
         residual,

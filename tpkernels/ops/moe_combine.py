@@ -1,4 +1,4 @@
-"""What experts made of tokens, back to the tokens' ranks."""
+"""MoE combine: send expert outputs back to the ranks of the tokens and sum them per token."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SCHEMA = (
 )
 
 
-# The rows of `moe_dispatch`, as many as `like` has, so that a backward can be traced. `like` also
-# keeps the call in the backward: one that takes no gradient is moved into the forward if its result
-# is smaller than its input, as on some ranks only.
+# The rows of `moe_dispatch`, with the row count of `like`, so that a backward can be traced. `like`
+# also keeps the call in the backward. AOTAutograd moves a call without gradient inputs into the
+# forward if its result is smaller than its input, which may hold on some ranks only.
 define_kernel(
     "_moe_dispatch_rows(Tensor x, Tensor routes, int num_experts, str group, Tensor like, *, "
     "SymInt[]? shard_sizes=None, SymInt? max_rows=None, str algorithm='auto') -> Tensor",
@@ -32,41 +32,49 @@ define_kernel(
 )
 
 
-def _save(ctx: Context, given: RoutedArguments, output: torch.Tensor) -> None:
-    ctx.save_for_backward(given.x, given.topk_weights, given.routes)
-    ctx.num_experts, ctx.group = given.num_experts, given.group
-    ctx.shard_sizes = given.shard_sizes
-    ctx.options = {"max_rows": given.max_rows, "algorithm": given.algorithm}
+def _save(ctx: Context, args: RoutedArguments, output: torch.Tensor) -> None:
+    ctx.save_for_backward(args.x, args.topk_weights, args.routes)
+    ctx.num_experts, ctx.group = args.num_experts, args.group
+    ctx.shard_sizes = args.shard_sizes
+    ctx.options = {"max_rows": args.max_rows, "algorithm": args.algorithm}
 
 
 def _backward(ctx: Context, needs: Needs, grad: torch.Tensor) -> dict[str, Any]:
-    """The gradient of a row is its weight times that of its token; a weight's is the dot product of
-    the two. A weight travels as a token of its own, with one route."""
+    """Return the gradients of rows and router weights.
+
+    The gradient of a row is its router weight times the gradient of its token. The gradient of a
+    weight is the dot product of the row and the gradient of its token. Each weight is sent as a
+    separate token with a single assignment.
+    """
     x, weights, routes = ctx.saved_tensors
-    ops, wide, (tokens, k) = torch.ops.tpkernels, dtypes.accumulator(x.dtype), weights.shape
+    ops, acc_dtype, (tokens, k) = torch.ops.tpkernels, dtypes.accumulator(x.dtype), weights.shape
     sizes, options = ctx.shard_sizes, ctx.options
     single = routes.reshape(-1, 1), ctx.num_experts, ctx.group
-    one_by_one = options | {"shard_sizes": sizes and [size * k for size in sizes]}
-    rows_of = ops._moe_dispatch_rows.default
-    of_tokens = rows_of(grad, routes, ctx.num_experts, ctx.group, x, shard_sizes=sizes, **options)
-    of_tokens, found = of_tokens.to(wide), {}
+    single_options = options | {"shard_sizes": sizes and [size * k for size in sizes]}
+    dispatch = ops._moe_dispatch_rows.default
+    row_grads = dispatch(grad, routes, ctx.num_experts, ctx.group, x, shard_sizes=sizes, **options)
+    row_grads, grads = row_grads.to(acc_dtype), {}
     if needs.x:
-        factors = weights.to(wide).reshape(-1, 1)
-        found["x"] = (of_tokens * rows_of(factors, *single, of_tokens, **one_by_one)).to(x.dtype)
+        factors = weights.to(acc_dtype).reshape(-1, 1)
+        grads["x"] = (row_grads * dispatch(factors, *single, row_grads, **single_options)).to(
+            x.dtype
+        )
     if needs.topk_weights:
-        dots = (of_tokens * x.to(wide)).sum(1, keepdim=True)
+        dots = (row_grads * x.to(acc_dtype)).sum(1, keepdim=True)
         ones = dots.new_ones(tokens * k, 1)
-        of_weights = ops.moe_combine.default(dots, ones, *single, **one_by_one)
-        found["topk_weights"] = of_weights.view(tokens, k).to(weights.dtype)
-    return found
+        weight_grads = ops.moe_combine.default(dots, ones, *single, **single_options)
+        grads["topk_weights"] = weight_grads.view(tokens, k).to(weights.dtype)
+    return grads
 
 
 OP: Op[torch.Tensor] = define(SCHEMA, save=_save, backward=_backward)
 
 
 def _is_empty_in_training(x: torch.Tensor) -> bool:
-    """Return whether this rank has no rows while a graph is compiled for training: the calls of the
-    backward have results without elements there (`validation.empty_shards`)."""
+    """Return True if a training graph is compiled while this rank has no rows.
+
+    The backward calls would have results without elements (`validation.empty_shards`).
+    """
     if not (torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled()):
         return False
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -75,23 +83,25 @@ def _is_empty_in_training(x: torch.Tensor) -> bool:
 
 
 def moe_combine(x: torch.Tensor, handle: Handle, *, algorithm: str = "auto") -> torch.Tensor:
-    """Return the expert outputs to the ranks of their tokens, and sum them by router weight.
+    """Send expert outputs back to the ranks of the tokens and return their weighted sum.
 
-    On one rank, after `moe_dispatch`, it equals::
+    On one rank, with ``order`` from `moe_dispatch`, it equals::
 
-        by_route = torch.empty_like(x).index_copy_(0, order, x).view(tokens, k, -1)
-        y = sum(weights[:, j, None] * by_route[:, j].float() for j in range(k)).to(x.dtype)
+        outputs = torch.empty_like(x).index_copy_(0, order, x).view(tokens, k, -1)
+        y = sum(topk_weights[:, j, None] * outputs[:, j].float() for j in range(k)).to(x.dtype)
 
     Args:
-        x: [R, H], a row for each row that ``moe_dispatch`` has returned, in its order.
-        handle: of that dispatch.
+        x: [R, H], floating-point expert outputs, in the row order of ``moe_dispatch``.
+        handle: Handle that the ``moe_dispatch`` call returned.
 
     Returns:
-        [tokens, H] of this rank's tokens. The products with the weights are summed in fp32, in the
-        order of ``topk_ids``, and rounded once: the same bits on any number of ranks.
+        [tokens, H] of the local tokens, in the dtype of ``x``. The weighted sum accumulates in fp32
+        in the order of ``topk_ids`` and is rounded once. It is bitwise identical on any number of
+        ranks.
 
-    Rows and ``topk_weights`` get gradients. ``torch.ops.tpkernels.moe_combine`` takes the fields of
-    the handle one by one.
+    Gradient: for ``x`` and ``topk_weights``. The backward dispatches ``grad`` to the experts.
+
+    ``torch.ops.tpkernels.moe_combine`` accepts the fields of the handle as separate arguments.
     """
     run = functools.partial(uncompiled, OP) if _is_empty_in_training(x) else OP.entry()
     result: torch.Tensor = run(

@@ -1,4 +1,4 @@
-"""Tokens to the experts that a router chose for them."""
+"""MoE dispatch: send tokens to the ranks that hold their experts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from tpkernels.common import dtypes
 from tpkernels.errors import CollectiveMismatchError
-from tpkernels.groups import GroupLike, break_if_interrupted, name_of
+from tpkernels.groups import GroupLike, break_if_interrupted, group_name
 from tpkernels.local.scaled import Packing
 from tpkernels.ops import validation
 from tpkernels.ops.all_gather import all_gather
@@ -25,17 +25,17 @@ SCHEMA = (
 
 
 class Handle(NamedTuple):
-    """What `moe_combine` needs of a dispatch.
+    """State that `moe_dispatch` passes to `moe_combine`.
 
     Attributes:
-        routes: [tokens of all ranks, k], the expert of each route.
-        topk_weights: [tokens, k], of this rank's tokens.
-        num_experts: of all ranks.
-        counts: [experts of this rank], the rows of each.
-        group: its name.
-        shard_sizes: tokens of each rank; None: all the same.
-        max_rows: rows that every rank has; None: one for each route to its experts.
-        scales: of this rank's rows; None: they have none.
+        routes: [tokens of all ranks, k], expert ids.
+        topk_weights: [tokens, k], router weights of the local tokens.
+        num_experts: Number of experts of all ranks.
+        counts: [local experts], rows per expert.
+        group: Group name.
+        shard_sizes: Tokens of each rank, or None if all are equal.
+        max_rows: Capacity of each rank in rows, or None for a row per assignment.
+        scales: Scales of the local rows, or None.
     """
 
     routes: torch.Tensor
@@ -48,12 +48,12 @@ class Handle(NamedTuple):
     scales: torch.Tensor | None
 
 
-def _save(ctx: Context, given: RoutedArguments, output: Sequence[torch.Tensor]) -> None:
-    ctx.save_for_backward(given.routes)
+def _save(ctx: Context, args: RoutedArguments, output: Sequence[torch.Tensor]) -> None:
+    ctx.save_for_backward(args.routes)
     ctx.mark_non_differentiable(output[1])
-    ctx.num_experts, ctx.group, ctx.tokens = given.num_experts, given.group, given.x.shape[0]
+    ctx.num_experts, ctx.group, ctx.tokens = args.num_experts, args.group, args.x.shape[0]
     names = ("shard_sizes", "max_rows", "algorithm")
-    ctx.options = {name: getattr(given, name) for name in names}
+    ctx.options = {name: getattr(args, name) for name in names}
 
 
 def _backward(ctx: Context, needs: Needs, grad_rows: torch.Tensor, _: None) -> dict[str, Any]:
@@ -83,12 +83,13 @@ def gather_routes(
     group: str,
     shard_sizes: Sequence[int] | None,
 ) -> torch.Tensor:
-    """Return the ``topk_ids`` of all ranks, once what belongs to a dispatch has been checked."""
+    """Check the arguments of a dispatch and return the ``topk_ids`` of all ranks."""
     validation.topk(topk_ids, topk_weights, x)
-    # As GPUs move it, in a dtype that tells int32 from int64. A tensor of one column or no rows is
-    # contiguous whatever its strides.
-    words = torch.float64 if topk_ids.dtype == torch.int64 else torch.float32
-    bits = topk_ids.clone(memory_format=torch.contiguous_format).view(words)
+    # GPUs gather floating-point dtypes only. float64 and float32 keep int64 and int32 distinct. The
+    # clone has standard strides. A tensor with one column or no rows counts as contiguous with any
+    # strides, but `view` may reject it.
+    view_dtype = torch.float64 if topk_ids.dtype == torch.int64 else torch.float32
+    bits = topk_ids.clone(memory_format=torch.contiguous_format).view(view_dtype)
     try:
         return all_gather(bits, group, shard_sizes=shard_sizes).view(topk_ids.dtype)
     except CollectiveMismatchError as error:
@@ -119,40 +120,45 @@ def moe_dispatch(
         order = topk_ids.flatten().argsort(stable=True)
         rows, counts = x[order // k], topk_ids.flatten().bincount(minlength=num_experts)
 
-    The ranks hold consecutive experts, ``tpkernels.shard_sizes(num_experts, world)`` of them.
+    Rank r holds ``tpkernels.shard_sizes(num_experts, world_size)[r]`` consecutive experts.
 
     Args:
-        x: [tokens, H], this rank's. With ``scale_x`` also of float8_e4m3fn or float8_e5m2, without
-            a gradient.
-        topk_ids: [tokens, k] of int32 or int64, the experts of each token, in any order and also
-            several times the same.
-        topk_weights: [tokens, k], floating-point; `moe_combine` sums by them.
-        scale_x: scales of x in float32, [tokens, 1] or [tokens, H / 128]. They travel with the
-            rows: ``handle.scales`` are those of ``rows``, for `scaled_grouped_matmul`.
-        shard_sizes: tokens of each rank; default: all the same.
-        max_rows: how many ``rows`` every rank gets, so that their number depends on no route: the
-            first ``counts.sum()`` are filled, the others are zeros. The same on all ranks.
+        x: [tokens, H], floating-point local tokens. With ``scale_x`` also float8_e4m3fn or
+            float8_e5m2.
+        topk_ids: [tokens, k] of int32 or int64, expert ids of each token, in any order. An id may
+            occur several times.
+        topk_weights: [tokens, k], floating-point router weights. `moe_combine` applies them.
+        num_experts: Number of experts of all ranks.
+        scale_x: Scales of ``x``, float32 [tokens, 1] or [tokens, H / 128]. They are sent with the
+            rows. ``handle.scales`` holds the scales of ``rows`` for `scaled_grouped_matmul`.
+        shard_sizes: Tokens of each rank. Default: all equal.
+        max_rows: Fixed number of ``rows`` on every rank, equal on all ranks. The first
+            ``counts.sum()`` rows are filled, the rest are zeros. Default: a row per assignment.
 
     Returns:
-        ``rows`` [R, H], a row for each route to this rank's experts: by expert, and within one by
-        rank, token and place in ``topk_ids``; ``counts`` [experts of this rank] of int64, the rows
-        of each; and the handle for `moe_combine`.
+        ``(rows, counts, handle)``. ``rows`` is [R, H] in the dtype of ``x``, a row for each
+        assignment to a local expert, sorted by expert, rank, token and slot in ``topk_ids``.
+        ``counts`` is [local experts] of int64, rows per expert. Pass ``handle`` to `moe_combine`.
 
     Raises:
-        RoutingError: an expert that there is not, of any rank, or more routes to a rank's experts
-            than ``max_rows``; on all ranks. Nothing has been sent, and the group can go on.
-        CaptureError: a CUDA graph is captured, and the host would have to wait.
+        RoutingError: An expert id on any rank is out of range, or the experts of a rank have more
+            than ``max_rows`` assignments. All ranks raise it before sending tokens. The group
+            remains usable.
+        CaptureError: The host would have to wait during the capture of a CUDA graph.
 
-    All ranks gather all ``topk_ids`` first, from which each knows the counts. On CUDA tensors the
-    host waits for them, but not with ``max_rows`` by ``direct`` or on one rank: there `moe_combine`
-    makes NaN of a token with a route for which `RoutingError` would be raised. The gradient of
-    ``x`` comes back by the routes and is summed in the order of ``topk_ids``.
+    All ranks first gather ``topk_ids`` and derive the counts. For CUDA tensors the host waits for
+    the counts, unless ``max_rows`` is passed and the algorithm is ``direct`` or the group has one
+    rank. Then `RoutingError` is not raised, and `moe_combine` returns NaN for each token with an
+    invalid assignment.
 
-    ``torch.ops.tpkernels.moe_dispatch`` takes the gathered ids as ``routes``, and returns rows with
-    scales as they travel (`local.scaled.Packing`).
+    Gradient: the gradients of the rows return to the tokens and are summed in the order of
+    ``topk_ids``. With ``scale_x`` no gradient is supported.
+
+    ``torch.ops.tpkernels.moe_dispatch`` accepts the gathered ids as ``routes``. It returns rows
+    packed with their scales (`local.scaled.Packing`).
     """
     try:
-        name = name_of(group)
+        name = group_name(group)
         if scale_x is not None:
             _check_scales(x, scale_x)
         routes = gather_routes(x, topk_ids, topk_weights, name, shard_sizes)
@@ -168,11 +174,11 @@ def moe_dispatch(
         )
         scales = None
         if scale_x is not None:
-            rows, scales = Packing.of(x, scale_x).unpack(rows)
+            rows, scales = Packing.for_rows(x, scale_x).unpack(rows)
         handle = Handle(
             routes, topk_weights, num_experts, counts, name, shard_sizes, max_rows, scales
         )
         return rows, counts, handle
-    except BaseException as error:  # between the two calls
+    except BaseException as error:  # an interrupt between the two calls breaks the group
         break_if_interrupted(group, error)
         raise

@@ -1,5 +1,4 @@
-"""From a checked problem to a planned call: what the group can run, and which algorithm is
-taken."""
+"""Planning of calls: determine the capabilities of the group and select the algorithm."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from tpkernels.groups.group import Group
 from tpkernels.ops.arguments import OpArguments
 from tpkernels.ops.tuner import tune_if_new
 from tpkernels.planning.algorithms import ALGORITHMS, check_algorithm
-from tpkernels.planning.choose import NOTHING_TUNED, Means, candidates, choose
+from tpkernels.planning.choose import EMPTY_TABLE, Capabilities, candidates, choose
 from tpkernels.planning.problem import VENDOR, Problem
 from tpkernels.planning.qualification import Qualification
 from tpkernels.symm import streams
@@ -27,59 +26,67 @@ from tpkernels.symm import streams
 def plan_call(
     group: Group,
     problem: Problem,
-    given: OpArguments,
+    args: OpArguments,
     make_run: Callable[[], Callable[[Call], object]],
 ) -> Call:
-    """Plan a call with the arguments ``given``, which have been checked. A group's first call sets
-    up its workspace. ``make_run()`` makes a function that runs a planned call while it is tuned."""
-    plan = functools.partial(_plan_call, problem=problem, device=given.x.device)
-    call = plan(group, given.algorithm)
-    tuning = group.tuning_on(problem.device) if given.algorithm == "auto" else None
+    """Plan a call with checked arguments. The first call of a group sets up the workspace.
+
+    ``make_run()`` returns the function that runs a planned call during tuning.
+    """
+    plan = functools.partial(_plan_call, problem=problem, device=args.x.device)
+    call = plan(group, args.algorithm)
+    tuning = group.tuning_for(problem.device) if args.algorithm == "auto" else None
     if tuning is None:
         return call
-    names = candidates(call.problem, _means(group, call.problem.device))
-    tuned = tune_if_new(call, tuning, names, plan, make_run, given.x)
+    names = candidates(call.problem, _get_capabilities(group, call.problem.device))
+    tuned = tune_if_new(call, tuning, names, plan, make_run, args.x)
     return plan(group, "auto") if tuned else call
 
 
 def _plan_call(group: Group, algorithm: str, problem: Problem, device: torch.device) -> Call:
-    """Plan a call by an algorithm, or by the one that ``auto`` takes. Collective where the group
-    lacks something: its workspace, measured times, kernels, room."""
+    """Plan a call with ``algorithm``, or with the algorithm that ``auto`` selects.
+
+    Collective if the group lacks a workspace, measured times, kernels or workspace capacity.
+    """
     generation = group.generation
     _set_up(group, algorithm, problem)
     if problem.device == "cuda" and problem.spec.reduces:
         problem = replace(problem, numerics=group.cuda_numerics())
-    tuned, left_out = NOTHING_TUNED, dict[str, str]()
+    timing_table, unsupported_reasons = EMPTY_TABLE, dict[str, str]()
     if algorithm == "auto":
-        left_out |= group.measured.failures_of(problem) or {}
+        unsupported_reasons |= group.measured.find_failures(problem) or {}
         if group.has_times(problem.device):
-            tuned = group.tuned(problem.device)
+            timing_table = group.timing_table(problem.device)
     while True:
-        means = _means(group, problem.device, left_out)
-        plan = choose(problem, means, requested=algorithm, tuned=tuned)
-        why = _unsupported_kernels(group, plan.algorithm, problem, device)
-        if why is not None:
-            left_out[plan.algorithm] = why
+        capabilities = _get_capabilities(group, problem.device, unsupported_reasons)
+        plan = choose(problem, capabilities, requested=algorithm, tuned=timing_table)
+        reason = _unsupported_kernels(group, plan.algorithm, problem, device)
+        if reason is not None:
+            unsupported_reasons[plan.algorithm] = reason
         elif problem.device == "cpu":
-            nbytes = ALGORITHMS[plan.algorithm].workspace_bytes(problem, means.workspace_bytes)
-            group.make_room(nbytes, plan.text)
-        # Kernels that do not run leave fewer algorithms, and buffers that grew allow more.
-        if _means(group, problem.device, left_out) == means:
+            nbytes = ALGORITHMS[plan.algorithm].workspace_bytes(
+                problem, capabilities.workspace_bytes
+            )
+            group.ensure_capacity(nbytes, plan.description)
+        # Unsupported kernels exclude algorithms, and larger buffers admit more. Then plan again.
+        if _get_capabilities(group, problem.device, unsupported_reasons) == capabilities:
             break
     function = implementation(problem, plan)
     if algorithm == "auto" and problem.device == "cuda":
         if plan.algorithm != "unfused":
-            function = _or_unfused(function, group, problem, device)
-        in_graphs = choose(problem, means, tuned=tuned, captured=True).algorithm
-        if in_graphs != plan.algorithm:
-            function = _unless_captured(function, group, problem, device, in_graphs)
+            function = _with_unfused_fallback(function, group, problem, device)
+        capture_algorithm = choose(
+            problem, capabilities, tuned=timing_table, captured=True
+        ).algorithm
+        if capture_algorithm != plan.algorithm:
+            function = _with_capture_algorithm(function, group, problem, device, capture_algorithm)
     return Call(group, problem, plan, function, generation)
 
 
 def _set_up(group: Group, algorithm: str, problem: Problem) -> None:
-    """Set the group up for an algorithm. One that cannot run is refused before anything is sent."""
-    # A group of one rank needs no workspace for torch's own calls: `unfused`, and `auto` on CUDA
-    # tensors.
+    """Set up the group for an algorithm. Raises before any data is sent if it cannot run."""
+    # A group of one rank needs no workspace if torch makes the calls: `unfused`, and `auto` on
+    # CUDA tensors.
     runs_torch_only = ("unfused",) if problem.device == "cpu" else ("auto", "unfused")
     if algorithm != "auto":
         check_algorithm(algorithm)
@@ -92,61 +99,69 @@ def _set_up(group: Group, algorithm: str, problem: Problem) -> None:
             f"algorithm '{algorithm}' of {problem.op} sends CUDA tensors, which gloo does not "
             "support; create the process group with NCCL"
         )
-    in_any_order = replace(problem, numerics=VENDOR) if problem.device == "cuda" else problem
-    choose(in_any_order, _means(group, problem.device), requested=algorithm)
+    vendor_problem = replace(problem, numerics=VENDOR) if problem.device == "cuda" else problem
+    choose(vendor_problem, _get_capabilities(group, problem.device), requested=algorithm)
 
 
-def _unless_captured(
+def _with_capture_algorithm(
     function: Callable[..., Any], group: Group, problem: Problem, device: torch.device, name: str
 ) -> Callable[..., Any]:
-    """Return a call's function that is another algorithm in the capture of a graph. All ranks
-    capture the same calls. The first call outside a capture is by that algorithm, too: a capture
-    can set nothing up."""
+    """Return a call function that runs algorithm ``name`` during graph capture.
+
+    All ranks capture the same calls. The first call outside a capture also runs ``name``, because
+    setup is impossible during capture.
+    """
     try:
-        in_graphs = _plan_call(group, name, problem, device)
-    except NotImplementedError:  # on all ranks
+        captured_call = _plan_call(group, name, problem, device)
+    except NotImplementedError:  # raised on all ranks
         return function
 
-    is_set_up, in_graphs_function = name == "unfused", in_graphs.function  # it needs nothing
+    is_set_up, captured_function = name == "unfused", captured_call.function  # no setup for unfused
     if not is_set_up:
-        in_graphs_function = _or_unfused(in_graphs_function, group, problem, device)
+        captured_function = _with_unfused_fallback(captured_function, group, problem, device)
 
     def run(call: Call, *operands: object) -> object:
         nonlocal is_set_up
         if is_set_up and not streams.is_captured(device):
             return function(call, *operands)
-        result = in_graphs_function(in_graphs, *operands)
+        result = captured_function(captured_call, *operands)
         is_set_up = True
         return result
 
     return run
 
 
-def _or_unfused(
+def _with_unfused_fallback(
     function: Callable[..., Any], group: Group, problem: Problem, device: torch.device
 ) -> Callable[..., Any]:
-    """Return a call's function that falls back to `unfused`, in this call and those that follow, if
-    there is no memory for its workspace."""
+    """Return a call function that falls back to `unfused` if the workspace cannot grow.
+
+    The fallback applies to this call and to all later calls.
+    """
 
     def run(call: Call, *operands: object) -> object:
         try:
             return function(call, *operands)
         except WorkspaceMemoryError as error:
-            group.leave_out(problem, call.plan.algorithm, f"cannot allocate its workspace: {error}")
+            group.exclude_algorithm(
+                problem, call.plan.algorithm, f"cannot allocate its workspace: {error}"
+            )
         replacement = _plan_call(group, "unfused", problem, device)
         return replacement.function(replacement, *operands)
 
     return run
 
 
-def _means(group: Group, device: str, unsupported: Mapping[str, str] | None = None) -> Means:
-    """Return what the group offers, as far as it is set up."""
+def _get_capabilities(
+    group: Group, device: str, unsupported: Mapping[str, str] | None = None
+) -> Capabilities:
+    """Return the capabilities of the group in its current state of setup."""
     shared_memory = group.workspace is not None
-    return Means(
+    return Capabilities(
         shared_memory,
         group.usable_bytes,
         dict(unsupported or {}),
-        group.why_no_node,
+        group.no_node_reason,
         group.qualification() if device == "cuda" else Qualification(),
     )
 
@@ -154,14 +169,19 @@ def _means(group: Group, device: str, unsupported: Mapping[str, str] | None = No
 def _unsupported_kernels(
     group: Group, algorithm: str, problem: Problem, tensor_device: torch.device
 ) -> str | None:
-    """Return why the kernels of an algorithm cannot run on tensors of the problem's device type;
-    None: they can, or there are none. ``tensor_device`` is this rank's device. Collective on
-    GPUs: the ranks, which have made the same plan, find out together."""
-    own, record = unsupported(algorithm, problem.device, tensor_device), ALGORITHMS[algorithm]
-    kind = record.kernels.get(problem.device)
+    """Return the reason why the kernels of an algorithm cannot run on the device type, or None.
+
+    Returns None also if the algorithm has no kernels. ``tensor_device`` is the local device.
+    Collective on GPUs: all ranks have made the same plan and combine their results.
+    """
+    reason, properties = (
+        unsupported(algorithm, problem.device, tensor_device),
+        ALGORITHMS[algorithm],
+    )
+    kind = properties.kernels.get(problem.device)
     if problem.device != "cuda" or kind is None:
-        return own
-    optional = record.optional_kernels.get(problem.op)
+        return reason
+    optional = properties.optional_kernels.get(problem.op)
     if optional is not None and problem.world > 1:
         group.unsupported_kernels(tensor_device, optional, cuda.unsupported(tensor_device))
-    return group.unsupported_kernels(tensor_device, kind, own)
+    return group.unsupported_kernels(tensor_device, kind, reason)

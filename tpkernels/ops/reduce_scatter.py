@@ -1,4 +1,4 @@
-"""``rows_r(sum_r(x_r))`` along any dim."""
+"""Reduce-scatter along any dim: ``rows_r(sum_r(x_r))``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tpkernels.groups import GroupLike, name_of
+from tpkernels.groups import GroupLike, group_name
 from tpkernels.ops.arguments import ReduceArguments
 from tpkernels.ops.autograd import Context, Needs
 from tpkernels.ops.registration import Op, define
@@ -18,9 +18,9 @@ SCHEMA = (
 )
 
 
-def _save(ctx: Context, given: ReduceArguments, output: torch.Tensor) -> None:
-    ctx.group, ctx.dim, ctx.dtype = given.group, given.scatter_dim, given.x.dtype
-    ctx.options = {"shard_sizes": given.shard_sizes, "algorithm": given.algorithm}
+def _save(ctx: Context, args: ReduceArguments, output: torch.Tensor) -> None:
+    ctx.group, ctx.dim, ctx.dtype = args.group, args.scatter_dim, args.x.dtype
+    ctx.options = {"shard_sizes": args.shard_sizes, "algorithm": args.algorithm}
 
 
 def _backward(ctx: Context, needs: Needs, grad: torch.Tensor) -> dict[str, Any]:
@@ -40,21 +40,29 @@ def reduce_scatter(
     shard_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    """Sum the ranks' ``x`` and keep this rank's shard along ``scatter_dim``.
+    """Sum ``x`` over the ranks and return the local shard along ``scatter_dim``.
+
+    With equal shards it equals::
+
+        shards = [shard.contiguous() for shard in x.chunk(world_size, scatter_dim)]
+        y = torch.empty_like(shards[rank])
+        dist.reduce_scatter(y, shards, group=group)
 
     Args:
-        x: of the same shape on all ranks; any strides.
-        scatter_dim: the dim that is split over the ranks.
-        out_dtype: dtype of the result; default ``x``'s.
-        shard_sizes: rows of each rank along ``scatter_dim``; default: all the same.
+        x: Floating-point tensor with the same shape and dtype on all ranks, and any strides.
+        scatter_dim: Dim that is split over the ranks.
+        out_dtype: Dtype of the result. Default: the dtype of ``x``.
+        shard_sizes: Rows of each rank along ``scatter_dim``. Default: all equal.
 
     Returns:
-        The shard, summed in fp32 in rank order and rounded once; on CUDA tensors as ``numerics`` of
-        `init` says. The gradient of ``x`` is the gathered gradient of all shards.
+        The local shard of the sum. It accumulates in fp32 in rank order and is rounded once. For
+        CUDA tensors, ``numerics`` of `init` selects the order.
+
+    Gradient: the all-gather of the output gradients.
     """
     return OP.entry()(
         x,
-        name_of(group),
+        group_name(group),
         scatter_dim,
         out_dtype=out_dtype,
         shard_sizes=shard_sizes,

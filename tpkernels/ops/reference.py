@@ -1,20 +1,20 @@
-"""The unfused program that each op equals, in float64, and how far a result may be from it.
+"""Float64 references of the ops, with error bounds.
 
-Every op moves rows, multiplies and sums. What only moves rows has no error. For all other results
-the bound is derived, not chosen. An element may be as far off as that of the unfused program (one
-``torch.matmul`` per rank in the same dtype, then their sum), plus the smaller of
+Every op copies rows, multiplies and sums. Copies are exact. For all other results the bound is
+derived, not chosen. It is the error of the unfused program (a ``torch.matmul`` per rank in the same
+dtype, then the sum), plus the smaller of
 
     sqrt(K) * eps * (|A| @ |B|)                                  the contract of all ops
-    eps/2 * (|y| + sum_r |p_r|) + sqrt(K) * u * (|A| @ |B|)      one rounding of the result y and of
-                                                                 each partial p_r that travels, and
-                                                                 sums in the accumulator, whose eps
-                                                                 is u
+    eps/2 * (|y| + sum_r |p_r|) + sqrt(K) * u * (|A| @ |B|)      a rounding of the result y and of
+                                                                 each communicated partial p_r, and
+                                                                 sums in the accumulator with
+                                                                 eps = u
 
-since with large K the first exceeds 16-bit results themselves. Sums of small integers are exact:
-no error at all.
+The second bound exists because with large K the first exceeds the 16-bit results themselves. Sums
+of small integers are exact.
 
-The tests, `tpkernels.qualification` and the benchmarks compare with these results. It is all plain
-torch: to read what an op computes, read it here.
+The tests, `tpkernels.qualification` and the benchmarks compare with these results. The code is
+plain torch and defines the result of each op.
 """
 
 from __future__ import annotations
@@ -28,30 +28,40 @@ import torch
 from tpkernels.common.dtypes import accumulator
 from tpkernels.common.shards import shard_sizes
 
-__all__ = ["Expected", "Term", "assignments", "bounded", "moe_combine", "moved", "product"]
-__all__ += ["rms_norm", "summed", "unrounded"]
+__all__ = [
+    "Expected",
+    "Term",
+    "assignments",
+    "exact_matmul",
+    "expect_bounded",
+    "expect_copy",
+    "moe_combine",
+]
+__all__ += ["expect_exact", "expect_sum", "rms_norm"]
 
-#: A summand: x and w of a rank's matmul, or the summand itself and None.
+#: A summand: operands (x, w) of the matmul of a rank, or (summand, None).
 Term = tuple[torch.Tensor, torch.Tensor | None]
 
-_SECOND_ORDER = 1.01  # products of roundings, which the second bound leaves out
+_SECOND_ORDER = 1.01  # margin for second-order rounding errors, absent from the second bound
 
 
 @dataclass(frozen=True)
 class Expected:
-    """One result in float64, and how far a result of ``dtype`` may be off, element by element."""
+    """A float64 result, with the elementwise error bound of a result of ``dtype``."""
 
     exact: torch.Tensor
     bound: torch.Tensor
     dtype: torch.dtype
 
     def wrong(self, result: torch.Tensor) -> torch.Tensor:
-        """Return which elements of a result are out of bounds. A NaN always is."""
+        """Return the mask of the elements that are out of bounds. NaN is out of bounds."""
         return ~((result.double() - self.exact).abs() <= self.bound)
 
     def worst(self, result: torch.Tensor) -> float:
-        """Return the largest error over its bound: at most 1 is right. It is infinite for a NaN,
-        and for a result of another shape or dtype."""
+        """Return the largest ratio of error to bound. The result is right if it is at most 1.
+
+        The ratio is infinite for NaN and for a result with a wrong shape or dtype.
+        """
         if result.shape != self.exact.shape or result.dtype != self.dtype:
             return math.inf
         if not result.numel():
@@ -61,17 +71,18 @@ class Expected:
         return float(ratio.nan_to_num(nan=math.inf, posinf=math.inf).max())
 
 
-def moved(x: torch.Tensor) -> Expected:
-    """Return what an op must return that only moves rows: `all_gather`, `all_to_all`."""
+def expect_copy(x: torch.Tensor) -> Expected:
+    """Return the expected result of ops that only copy rows: `all_gather`, `all_to_all`."""
     return Expected(x.double(), torch.zeros_like(x, dtype=torch.float64), x.dtype)
 
 
-def product(
+def exact_matmul(
     x: torch.Tensor, w: torch.Tensor | None, integers: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``x @ w`` in float64, as if nothing were rounded, and ``|x| @ |w|``; without w, x.
+    """Return ``x @ w`` and ``|x| @ |w|`` in float64. Without w: ``x`` and ``|x|``.
 
-    Float32 holds the sums of small integers, and some GPUs take 60 times as long for float64.
+    With ``integers`` the matmul runs in float32, where sums of small integers are exact. On some
+    GPUs float64 is 60 times slower.
     """
     if w is None:
         return x.double(), x.double().abs()
@@ -79,7 +90,7 @@ def product(
     return (x.float() @ w.float()).double() if integers else x.double() @ w.double(), magnitude
 
 
-def summed(
+def expect_sum(
     terms: Iterable[Term],
     added: Sequence[torch.Tensor | None] = (),
     *,
@@ -91,46 +102,50 @@ def summed(
     roundings: int = 0,
     sum_roundings: int = 0,
 ) -> Expected:
-    """Return the sum of terms, one for each rank, and of what is added to it once.
+    """Return the expected sum of the terms of all ranks, plus ``added``.
 
-    This is the reference of all reductions and, with one term, of `all_gather_matmul`::
+    This is the reference of all reductions and, with a single term, of `all_gather_matmul`::
 
         y = sum(x @ w for x, w in terms) + bias + residual
 
     Args:
-        terms: in rank order. They are consumed one at a time.
-        added: bias and residual, where they are given.
-        dtype: of the operands, which says how matmuls accumulate.
-        out: of the result, by default ``dtype``.
-        wire: the dtype in which partials travel; None if they do not.
-        integers: all sums are exact in each of these dtypes.
-        unfused: the unfused program's error is part of the bound. False: it is not run.
-        roundings, sum_roundings: as `bounded` takes them.
+        terms: Terms in rank order. They are consumed lazily.
+        added: Optional bias and residual.
+        dtype: Dtype of the operands. It determines the accumulator of the matmuls.
+        out: Dtype of the result. Default: ``dtype``.
+        wire: Dtype of the communicated partials, or None if they are not communicated.
+        integers: All sums are exact in each of these dtypes.
+        unfused: Run the unfused program and add its error to the bound.
+        roundings, sum_roundings: See `expect_bounded`.
 
     Raises:
-        ValueError: a sum is not exact, although ``integers`` says so.
+        ValueError: ``integers`` is set, but a sum is not exact.
     """
     out = out or dtype
-    low = wire or (dtype if out == dtype else torch.float32)
+    unfused_dtype = wire or (dtype if out == dtype else torch.float32)
     exact = magnitude = partials = total = torch.zeros(())
-    count, most = 0, 1
+    count, max_k = 0, 1
     for x, w in terms:
-        partial, size = product(x, w, integers)
+        partial, size = exact_matmul(x, w, integers)
         exact, magnitude = (exact + partial, magnitude + size) if count else (partial, size)
         partials = partials + partial.abs() if wire is not None else partials
         if unfused and not integers:
-            here = x.to(low) if w is None else torch.matmul(x.to(low), w.to(low))
-            total = total + here if count else here
-        count, most = count + 1, most if w is None else max(most, x.shape[-1])
+            term = (
+                x.to(unfused_dtype)
+                if w is None
+                else torch.matmul(x.to(unfused_dtype), w.to(unfused_dtype))
+            )
+            total = total + term if count else term
+        count, max_k = count + 1, max_k if w is None else max(max_k, x.shape[-1])
     for extra in (extra for extra in added if extra is not None):
         exact, magnitude = exact + extra.double(), magnitude + extra.double().abs()
-        total = total + extra.to(low)
+        total = total + extra.to(unfused_dtype)
     if integers:
-        return unrounded(exact, out)
-    return bounded(
+        return expect_exact(exact, out)
+    return expect_bounded(
         exact,
         magnitude,
-        most + count - 1,
+        max_k + count - 1,
         dtype=dtype,
         out=out,
         wire=wire,
@@ -141,11 +156,11 @@ def summed(
     )
 
 
-def unrounded(exact: torch.Tensor, out: torch.dtype) -> Expected:
-    """Return a result of ``out`` that has no error, such as a sum of small integers.
+def expect_exact(exact: torch.Tensor, out: torch.dtype) -> Expected:
+    """Return an expected result without error, such as a sum of small integers.
 
     Raises:
-        ValueError: ``out`` does not hold it.
+        ValueError: ``out`` cannot represent the result.
     """
     if not torch.equal(exact.to(out).double(), exact):
         raise ValueError(
@@ -154,7 +169,7 @@ def unrounded(exact: torch.Tensor, out: torch.dtype) -> Expected:
     return Expected(exact, torch.zeros_like(exact), out)
 
 
-def bounded(
+def expect_bounded(
     exact: torch.Tensor,
     magnitude: torch.Tensor,
     depth: int,
@@ -167,23 +182,24 @@ def bounded(
     roundings: int = 0,
     sum_roundings: int = 0,
 ) -> Expected:
-    """Return a result with the bound that the head of this file derives.
+    """Return an expected result with the bound derived in the module docstring.
 
     Args:
-        exact: the result in float64.
-        magnitude: ``|A| @ |B|``, plus the magnitude of everything else that is added.
-        depth: K, plus the additions of other ranks' partials.
-        dtype: of the operands.
-        out: of the result.
-        wire: of partials that travel.
-        partials: ``sum_r |p_r|`` of these; None if none are rounded to ``wire``.
-        unfused: the result of the unfused program, whose error is allowed as well.
-        roundings: in the accumulator besides those of sums, such as of products of scales.
-        sum_roundings: how often the sum over the ranks is rounded to ``wire`` before it is
-            complete: once by a switch, W - 1 times by NCCL.
+        exact: The result in float64.
+        magnitude: ``|A| @ |B|``, plus the magnitudes of all other summands.
+        depth: K, plus the number of additions of partials of peers.
+        dtype: Dtype of the operands.
+        out: Dtype of the result.
+        wire: Dtype of the communicated partials.
+        partials: ``sum_r |p_r|``, or None if no partial is rounded to ``wire``.
+        unfused: Result of the unfused program. Its error is added to the bound.
+        roundings: Roundings in the accumulator besides the sums, such as the multiplication of
+            scales.
+        sum_roundings: Roundings of the incomplete sum over the ranks to ``wire``: 1 for an
+            in-switch reduction, W - 1 for NCCL.
     """
     eps, unit = torch.finfo(out).eps, torch.finfo(accumulator(dtype)).eps
-    # Two more: of a bias and a residual.
+    # 2: roundings of the bias and the residual.
     accumulated = math.sqrt(depth + roundings + 2) * unit * magnitude
     rounding = eps / 2 * exact.abs() + accumulated
     if wire is not None and partials is not None:
@@ -197,11 +213,11 @@ def bounded(
 def rms_norm(
     total: torch.Tensor, weight: torch.Tensor, eps: float, *, any_order: bool = False
 ) -> Expected:
-    """Return the normalised rows of the sum that an op returned.
+    """Return the expected RMSNorm of a sum that an op returned.
 
-    Rows are normalised after the sum is rounded, so this takes the rounded sum. The squares of a
-    row are added up in 128 partial sums; ``any_order``: they may be added up in any order, as torch
-    does on GPUs.
+    ``total`` is the rounded sum, because the ops normalize rows after rounding. They add the
+    squares of a row in 128 partial sums. With ``any_order`` the squares may be added in any order,
+    as torch does on GPUs.
     """
     columns, dtype = total.shape[-1], total.dtype
     rows = total.double()
@@ -217,10 +233,10 @@ def rms_norm(
 def assignments(
     topk_ids: torch.Tensor, num_experts: int, world: int
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Return, for each rank, its rows after `moe_dispatch` and its tokens per expert.
+    """Return the rows of each rank after `moe_dispatch`, and the rows per local expert.
 
-    A row is given as its (token, expert) assignment, an index into the flattened ``topk_ids`` of
-    all ranks. Rows are sorted by expert, then by token.
+    A row is represented by its (token, expert) assignment, an index into the flattened ``topk_ids``
+    of all ranks. Rows are sorted by expert, then by token.
     """
     experts = topk_ids.flatten()
     counts = experts.bincount(minlength=num_experts).split(shard_sizes(num_experts, world))
@@ -231,12 +247,12 @@ def assignments(
 def moe_combine(
     rows: torch.Tensor, weights: torch.Tensor, *, dtype: torch.dtype, integers: bool = False
 ) -> Expected:
-    """Return each token's sum of its experts' rows [tokens, k, n] times the weights [tokens, k]."""
+    """Return the expected sum over k of rows [tokens, k, n] times weights [tokens, k]."""
     slots = zip(rows.double().unbind(1), weights.double().unbind(1), strict=True)
     terms = ((row * weight[:, None], None) for row, weight in slots)
-    return summed(terms, dtype=dtype, integers=integers, unfused=False)
+    return expect_sum(terms, dtype=dtype, integers=integers, unfused=False)
 
 
 def _subnormal(dtype: torch.dtype) -> float:
-    """Return the distance of subnormal numbers."""
+    """Return the spacing of subnormal numbers."""
     return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps

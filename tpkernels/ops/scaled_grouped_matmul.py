@@ -1,7 +1,7 @@
-"""The products of experts with fp8 rows and weights that have scales.
+"""Grouped GEMM of local experts with scaled fp8 rows and weights.
 
-On CPUs and where torch's own does not apply, each group is a product of its own
-(`local.scaled.scaled_matmul`), on GPUs by a copy of ``counts`` on the host.
+GPUs use ``F.scaled_grouped_mm`` if it supports the operands. Otherwise, and on CPUs, each group is
+a separate matmul (`local.scaled.scaled_matmul`), and GPUs copy ``counts`` to the host.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import torch
 import torch.nn.functional as F
 
 from tpkernels.local.memory import empty
-from tpkernels.local.scaled import BLOCK, ScaledMatrix, scaled_matmul, torch_takes
+from tpkernels.local.scaled import BLOCK, ScaledMatrix, scaled_matmul, torch_supports
 from tpkernels.ops import validation
-from tpkernels.ops.grouped_matmul import ranges_of
+from tpkernels.ops.grouped_matmul import group_slices
 from tpkernels.ops.registration import Op, define_local
 
 SCHEMA = (
     "scaled_grouped_matmul(Tensor x, Tensor stack, Tensor scale_x, Tensor scale_w, Tensor counts, "
     "*, ScalarType? out_dtype=None) -> Tensor"
 )
-_TORCHS: Any = getattr(F, "scaled_grouped_mm", None)
-_GENERATIONS = (9, 10)  # of GPUs, for which it is
+_GROUPED_MM: Any = getattr(F, "scaled_grouped_mm", None)
+_GENERATIONS = (9, 10)  # compute capabilities (major) that F.scaled_grouped_mm supports
 
 
 def _run(
@@ -39,29 +39,39 @@ def _run(
     block = BLOCK if validation.scaled_stack(stack, scale_w, x, scale_x) else None
     validation.group_counts(counts, x, stack)
     dtype = validation.out_dtype(out_dtype, x, scaled=True)
-    if x.is_cuda and len(stack) and _torch_takes(ScaledMatrix(x, scale_x, block), stack[0], dtype):
-        row_wise, ends = F.ScalingType.RowWise, counts.cumsum(0, dtype=torch.int32)
+    if (
+        x.is_cuda
+        and len(stack)
+        and _torch_supports_groups(ScaledMatrix(x, scale_x, block), stack[0], dtype)
+    ):
+        row_wise, end_offsets = F.ScalingType.RowWise, counts.cumsum(0, dtype=torch.int32)
         scales = scale_x.flatten(), row_wise, scale_w.flatten(1).contiguous(), row_wise
-        product: torch.Tensor = _TORCHS(x, stack, *scales, offs=ends, output_dtype=dtype)
-        return product
+        y: torch.Tensor = _GROUPED_MM(x, stack, *scales, offs=end_offsets, output_dtype=dtype)
+        return y
     out = empty((len(x), stack.shape[2]), dtype, x.device)
-    for w, scale, rows in zip(stack, scale_w, ranges_of(counts, x), strict=True):
+    for w, scale, rows in zip(stack, scale_w, group_slices(counts, x), strict=True):
         if rows.start == rows.stop:
             continue
-        left, each = ScaledMatrix(x[rows], scale_x[rows], block), scale
+        left, w_scale = ScaledMatrix(x[rows], scale_x[rows], block), scale
         if block:
-            each = scale.t().repeat_interleave(block, 0)[: w.shape[1]]
-        scaled_matmul(left, ScaledMatrix(w, each), out[rows])
+            w_scale = scale.t().repeat_interleave(block, 0)[: w.shape[1]]
+        scaled_matmul(left, ScaledMatrix(w, w_scale), out[rows])
     return out
 
 
-def _torch_takes(x: ScaledMatrix, w: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether torch's grouped product takes these rows, and weights such as w [K, N]."""
+def _torch_supports_groups(x: ScaledMatrix, w: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return True if ``F.scaled_grouped_mm`` supports these rows and weights like w [K, N]."""
     rows, right = x.elements, ScaledMatrix(w, x.scale)
     aligned = rows.stride(1) == 1 and rows.stride(0) % 16 == 0 and rows.data_ptr() % 16 == 0
-    alike = rows.dtype == w.dtype == torch.float8_e4m3fn
-    known = torch.cuda.get_device_capability(rows.device)[0] in _GENERATIONS
-    return _TORCHS is not None and aligned and alike and known and torch_takes(x, right, dtype)
+    supported_dtype = rows.dtype == w.dtype == torch.float8_e4m3fn
+    supported_gpu = torch.cuda.get_device_capability(rows.device)[0] in _GENERATIONS
+    return (
+        _GROUPED_MM is not None
+        and aligned
+        and supported_dtype
+        and supported_gpu
+        and torch_supports(x, right, dtype)
+    )
 
 
 OP: Op[torch.Tensor] = define_local(
@@ -83,25 +93,33 @@ def scaled_grouped_matmul(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Multiply fp8 rows of each group by the group's own fp8 weight, as `grouped_matmul` does rows
-    of wider dtypes. Local, and without a gradient.
+    """Multiply the fp8 rows of each group by the fp8 weight of the group. Local, no communication.
+
+    With row-wise scales it equals::
+
+        groups = (x.float() * scale_x).split(counts.tolist())
+        y = torch.cat([rows @ (w[e].float() * scale_w[e]) for e, rows in enumerate(groups)])
+        y = y.to(out_dtype)
 
     Args:
         x: [R, K] of float8_e4m3fn or float8_e5m2, sorted by group.
-        w: [E, K, N] of either, of any strides.
-        scale_x: float32, [R, 1]: one for each row; or [R, K / 128]: one for 128 numbers of it.
-        scale_w: float32, [E, 1, N]: one for each column; or, with blocks of x, [E, K / 128, N / 128
-            rounded up]: one for 128 x 128 numbers. Those are DeepSeek's.
-        counts: [E] of int64 or int32, the rows of each group.
+        w: [E, K, N] of float8_e4m3fn or float8_e5m2, with any strides.
+        scale_x: float32. Row-wise: [R, 1]. Block-wise: [R, K / 128], a scale for 128 elements.
+        scale_w: float32. Row-wise: [E, 1, N], a scale for each column. Block-wise:
+            [E, K / 128, ceil(N / 128)], a scale for 128 x 128 elements, as in DeepSeek models. Both
+            operands must have the same kind of scales.
+        counts: [E] of int64 or int32, rows per group, with sum R.
         out_dtype: bfloat16 (default), float16 or float32.
 
     Returns:
-        ``(x * scale_x) @ (w * scale_w)`` [R, N], summed in float32 and rounded once. Scales of
-        blocks are multiplied in first, in float32; row-wise ones afterwards.
+        [R, N], accumulated in float32 and rounded once. Block scales are applied before the sum, in
+        float32, row-wise scales after it.
 
     Raises:
-        ValueError: shapes do not fit, or counts do not add up to R.
-        TypeError: a scale is not float32.
-        NotImplementedError: a dtype is not supported, or a gradient is needed.
+        ValueError: The shapes do not match, or the counts do not add up to R.
+        TypeError: A scale is not float32.
+        NotImplementedError: A dtype is not supported, or a gradient is needed.
+
+    Gradient: not supported.
     """
     return OP.entry()(x, w, scale_x, scale_w, counts, out_dtype=out_dtype)

@@ -1,11 +1,13 @@
-"""``y = sum_r((x_r * scale_x_r) @ (w_r * scale_w_r))`` on every rank: the row-parallel layer, on
-fp8 or fp4 operands."""
+"""Scaled matmul and all-reduce: ``y = sum_r((x_r * scale_x_r) @ (w_r * scale_w_r))``.
+
+The row-parallel layer without sequence parallelism, for fp8 and fp4 operands.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from tpkernels.groups import GroupLike, name_of
+from tpkernels.groups import GroupLike, group_name
 from tpkernels.ops.registration import Op, define
 from tpkernels.ops.validation import NO_GRADIENT
 
@@ -33,23 +35,41 @@ def scaled_matmul_all_reduce(
     use_fast_accum: bool = False,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    """Multiply scaled operands and sum over the ranks of ``group``, as one operation.
+    """Multiply scaled operands and return the sum over the ranks on every rank.
+
+    With tensor-wise or row-wise scales it equals::
+
+        total = ((x.float() * scale_x) @ (w.float() * scale_w)).to(wire_dtype)
+        dist.all_reduce(total, group=group)
+        y = (total + bias + residual).to(out_dtype)
 
     Args:
-        x, w, scale_x, scale_w, bias, out_dtype, wire_dtype, use_fast_accum: as in
-            `scaled_matmul_reduce_scatter`. Scales are of this rank's slice of K.
-        residual: of the result's shape and dtype, added after the bias, the same on all ranks.
+        x: [..., K] of float8_e4m3fn or float8_e5m2, or [..., K / 2] of float4_e2m1fn_x2, with any
+            strides. K may differ by rank.
+        w: [K, N], fp8 or fp4 like ``x``, with any strides (``linear.weight.t()`` is the fast
+            layout).
+        scale_x: Scales of ``x`` for the local slice of K, in the formats of
+            `all_gather_scaled_matmul`. They may differ by rank.
+        scale_w: Scales of ``w`` for the local slice of K, in the same formats.
+        bias: [N] of ``out_dtype``, added once after the sum. ``bias`` and ``residual`` must be
+            equal on all ranks.
+        residual: [..., N] of ``out_dtype``, added after the bias.
+        out_dtype: bfloat16 (default), float16 or float32.
+        wire_dtype: Dtype of the communicated partial sums: ``out_dtype`` (default) or float32.
+        use_fast_accum: See ``torch._scaled_mm``. No effect on CPUs.
 
     Returns:
-        ``sum_r(partial_r) + bias + residual`` [..., N] on every rank, summed as in
+        ``sum_r(partial_r) + bias + residual``, [..., N]. Partial sums accumulate as in
         `scaled_matmul_reduce_scatter`.
+
+    Gradient: not supported.
     """
     return OP.entry()(
         x,
         w,
         scale_x,
         scale_w,
-        name_of(group),
+        group_name(group),
         bias,
         residual,
         out_dtype=out_dtype,

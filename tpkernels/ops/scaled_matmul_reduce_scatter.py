@@ -1,5 +1,7 @@
-"""``y_r = rows_r(sum_r((x_r * scale_x_r) @ (w_r * scale_w_r)))``: the row-parallel layer with
-sequence parallelism, on fp8 or fp4 operands."""
+"""Scaled matmul and reduce-scatter: ``y_r = rows_r(sum_r((x_r * scale_x_r) @ (w_r * scale_w_r)))``.
+
+The row-parallel layer with sequence parallelism, for fp8 and fp4 operands.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tpkernels.groups import GroupLike, name_of
+from tpkernels.groups import GroupLike, group_name
 from tpkernels.ops.registration import Op, define
 from tpkernels.ops.validation import NO_GRADIENT
 
@@ -38,37 +40,47 @@ def scaled_matmul_reduce_scatter(
     shard_sizes: Sequence[int] | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    """Multiply scaled operands, sum over the ranks of ``group`` and keep this rank's shard, as
-    one operation.
+    """Multiply scaled operands, sum over the ranks and return the local shard of the sum.
+
+    With tensor-wise or row-wise scales and ``scatter_dim=0`` it equals::
+
+        partial = ((x.float() * scale_x) @ (w.float() * scale_w)).to(wire_dtype)
+        y = (tpkernels.reduce_scatter(partial, group) + bias + residual).to(out_dtype)
 
     Args:
-        x: [..., K] of float8_e4m3fn, float8_e5m2, or float4_e2m1fn_x2 (whose last dim is K / 2);
-            any strides. K may differ by rank.
-        w: [K, N] of the same kind of dtype; any strides (``linear.weight.t()`` is the fast layout).
-        scale_x, scale_w: of this rank's slice of K, in the forms of `all_gather_scaled_matmul`.
-            Each rank applies its own to its partial, so they may differ by rank: row-wise scales
-            are those of a row of the slice, not of the whole row.
-        scatter_dim: the dim of the sum [..., N] that is split over the ranks; not the last.
-        bias: [N] of ``out_dtype``, added once, after the sum.
-        residual: of the result's shape and dtype, added after the bias.
-        out_dtype: of the result: bfloat16 (default), float16 or float32.
-        wire_dtype: dtype of the communicated partials; ``out_dtype`` (default) or float32.
-        use_fast_accum: as in ``torch._scaled_mm``; no effect on CPUs.
-        shard_sizes: rows of each rank along ``scatter_dim``; default: all the same.
+        x: [..., K] of float8_e4m3fn or float8_e5m2, or [..., K / 2] of float4_e2m1fn_x2, with any
+            strides. K may differ by rank.
+        w: [K, N], fp8 or fp4 like ``x``, with any strides (``linear.weight.t()`` is the fast
+            layout).
+        scale_x: Scales of ``x``, in the formats of `all_gather_scaled_matmul`. They apply to the
+            partial sum of the local slice of K and may differ by rank. A row-wise scale covers the
+            local slice of a row.
+        scale_w: Scales of ``w``, in the formats of `all_gather_scaled_matmul`. They may differ by
+            rank.
+        scatter_dim: Dim of the sum [..., N] that is split over the ranks. Not the last dim.
+        bias: [N] of ``out_dtype``, added once after the sum.
+        residual: Local shard with the shape and dtype of the result, added after the bias.
+        out_dtype: bfloat16 (default), float16 or float32.
+        wire_dtype: Dtype of the communicated partial sums: ``out_dtype`` (default) or float32.
+        use_fast_accum: See ``torch._scaled_mm``. No effect on CPUs.
+        shard_sizes: Rows of each rank along ``scatter_dim``. Default: all equal.
 
     Returns:
-        This rank's shard of ``sum_r(partial_r) + bias + residual``. Partials are summed in fp32 in
-        rank order and rounded once. On CUDA tensors ``numerics`` of `init` decides.
+        The local shard of ``sum_r(partial_r) + bias + residual``. Partial sums accumulate in fp32
+        in rank order and are rounded once. For CUDA tensors, ``numerics`` of `init` selects the
+        order.
 
-    The arguments mean what they mean in ``torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter``
-    and ``torch._scaled_mm``.
+    Gradient: not supported.
+
+    The arguments match ``torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter`` and
+    ``torch._scaled_mm``.
     """
     return OP.entry()(
         x,
         w,
         scale_x,
         scale_w,
-        name_of(group),
+        group_name(group),
         scatter_dim,
         bias,
         residual,

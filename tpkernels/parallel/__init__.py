@@ -1,5 +1,5 @@
-"""Tensor parallelism for existing models: `parallelize`, `from_pretrained`, and styles for torch's
-``parallelize_module``."""
+"""Tensor parallelism for existing models: `parallelize`, `from_pretrained`, and styles for
+``parallelize_module`` of torch."""
 
 from typing import Any
 
@@ -10,7 +10,8 @@ __all__ = ["FusedColwiseParallel", "FusedRowwiseParallel", "from_pretrained", "p
 
 
 def __getattr__(name: str) -> Any:
-    """Import the styles lazily: they import DTensor, which takes half as long as torch itself."""
+    """Import the styles lazily: they import DTensor, and that takes half as long as importing
+    torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from tpkernels.parallel import styles

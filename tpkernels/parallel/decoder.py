@@ -1,30 +1,31 @@
-"""The decoder layers of Hugging Face transformers on shards: what replaces their modules, and the
-hooks that lead rows to these. `plans` says which module is replaced. transformers is not imported.
+"""Sharded decoder layers of Hugging Face transformers: the modules that replace the originals, and
+hooks that split and gather rows. `plans` decides which modules are replaced. transformers is not
+imported.
 
-    layers[0]             before it, each rank takes its rows
-    norms                 RMSNorm; its weight's gradient is summed over the ranks' rows or heads
+    layers[0]             pre-hook: each rank selects its rows
+    norms                 RMSNorm; the weight gradient is summed over ranks (rows or heads)
     q_proj, k_proj, v_proj    column-parallel by key-value group, one all-gather
     gate_proj, up_proj    column-parallel, one all-gather
     o_proj, down_proj     row-parallel
-    experts               get this rank's rows, as the router does
-    layers[-1]            after it, rows are gathered
+    experts               get the local rows, like the router
+    layers[-1]            hook: rows are gathered
 
-All ranks get all rows of the embedding, because the model derives positions and mask from their
-number. Without sequence parallelism, rows are neither split nor gathered, and the layers' norms
-stay as they are.
+The embedding outputs all rows on all ranks, because the model derives positions and the mask from
+the number of rows. Without sequence parallelism rows are neither split nor gathered, and the norms
+of the layers are not replaced.
 
-Problem: ``q_proj(x)``, ``k_proj(x)`` and ``v_proj(x)`` are three calls in code that is not ours.
-The code around them also derives the output's shape from x, which under sequence parallelism has
-only this rank's rows.
+Problem: ``q_proj(x)``, ``k_proj(x)`` and ``v_proj(x)`` are three calls in model code that we cannot
+change. This code also derives the output shape from x, and under sequence parallelism x has only
+the local rows.
 
-Algorithm: a hook on the parent module (the attention or the MLP) runs all projections at once when
-the parent is called, with one all-gather, and stores each output in its projection. The parent gets
-a placeholder for x, a single zero expanded to the shape of the gathered x. A projection that is
-called returns the stored output and forgets it.
+Algorithm: a pre-hook on the parent module (attention or MLP) runs all projections with one
+all-gather and stores each output in its projection. The parent gets a placeholder for x: a single
+zero, expanded to the shape of the gathered x. When the parent calls a projection, it returns its
+stored output and drops the reference to it.
 
-A stored output outlives the parent's call only if an exception ends that call, as recomputing an
-activation checkpoint may do; the next call overwrites it. All of this is plain Python, which
-torch.compile traces into one graph.
+A stored output outlives the call of the parent only if an exception ends that call, for example
+when an activation checkpoint is recomputed. The next call overwrites it. The hooks are plain
+Python, so torch.compile traces the layer into one graph.
 """
 
 from __future__ import annotations
@@ -52,50 +53,52 @@ from tpkernels.nn import (
 )
 from tpkernels.nn.linear import QKV, Heads
 from tpkernels.nn.moe import PROJECTIONS
-from tpkernels.nn.sharding import additions, position
+from tpkernels.nn.sharding import find_customizations, rank_and_world
 from tpkernels.ops.matmul_all_reduce_rms_norm import matmul_all_reduce_rms_norm
 from tpkernels.parallel.options import SequenceParallel
-from tpkernels.torch_private import children_of, parameters_of, probe_of, state_of
+from tpkernels.torch_private import direct_children, direct_parameters, make_probe, state_names
 
 if TYPE_CHECKING:
     import transformers
 
 Tensors = tuple[torch.Tensor, ...]
 GATE_UP = ("gate_proj", "up_proj")
-PROMPT_ROWS = 16  #: tokens per rank from which ``sequence_parallel="prefill"`` splits a sequence
-SEQUENCE_DIM = 1  #: transformers' activations are [batch, sequence, width]
+#: Minimum tokens per rank for ``sequence_parallel="prefill"`` to split the sequence.
+PROMPT_ROWS = 16
+SEQUENCE_DIM = 1  #: of transformers activations [batch, sequence, width]
 
-#: Model types whose layers `join_norms` knows.
-JOINED = ("llama", "mistral", "qwen2", "qwen3")
+#: Model types that `join_norms` supports.
+JOINABLE_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass
 class ResidualRows:
-    """The rows of the residual stream in the forward that is running: how they are split and, where
-    `join_norms` was called, what a block's last projection does besides."""
+    """Rows of the residual stream during the current forward: how they are split over the ranks
+    and, if `join_norms` was called, how the last projection of a block ends."""
 
     world: int
-    fewest: int = 1  #: shorter sequences are not split; all ranks have all their rows
-    sizes: list[int] | None = None  #: rows of each rank; None: not split
-    batch: int = 1  #: sequences
-    residual: torch.Tensor | None = None  #: which the running block adds to its output, if any
-    norm: RMSNorm | None = None  #: of the block after it
-    sum: torch.Tensor | None = None  #: the last such sum
-    normed: torch.Tensor | None = None  #: that sum, normalised
+    min_tokens: int = 1  #: shorter sequences are not split
+    sizes: list[int] | None = None  #: rows per rank; None if all ranks have all rows
+    batch: int = 1  #: number of sequences
+    #: Residual that the current block adds to its output, or None.
+    residual: torch.Tensor | None = None
+    norm: RMSNorm | None = None  #: norm of the next block
+    sum: torch.Tensor | None = None  #: last block output plus residual
+    normed: torch.Tensor | None = None  #: ``sum`` after the norm of the next block
 
     @classmethod
-    def of(cls, group: str, when: SequenceParallel) -> ResidualRows:
-        """Make those of a model on the ranks of a group."""
-        _, world = position(group)
-        return cls(world, PROMPT_ROWS * world if when == "prefill" else 1)
+    def for_group(cls, group: str, sequence_parallel: SequenceParallel) -> ResidualRows:
+        """Create the state of a model on the ranks of a group."""
+        _, world = rank_and_world(group)
+        return cls(world, PROMPT_ROWS * world if sequence_parallel == "prefill" else 1)
 
     def split(self, batch: int, tokens: int) -> None:
-        """Begin a batch of sequences of this many tokens."""
+        """Begin a forward of ``batch`` sequences with ``tokens`` tokens each."""
         self.batch = batch
-        self.sizes = shard_sizes(tokens, self.world) if tokens >= self.fewest else None
+        self.sizes = shard_sizes(tokens, self.world) if tokens >= self.min_tokens else None
 
-    def sizes_of(self, x: torch.Tensor) -> list[int] | None:
-        """Return the rows of each rank of activations, which may be flattened to [rows, width]."""
+    def sizes_for(self, x: torch.Tensor) -> list[int] | None:
+        """Return the rows per rank of activations x [batch, sequence, width] or [rows, width]."""
         if self.sizes is None or x.dim() > 2:
             return self.sizes
         return [self.batch * size for size in self.sizes]
@@ -103,16 +106,16 @@ class ResidualRows:
 
 @dataclass
 class StoredOutput:
-    """The output of a projection that has not been called yet, and what it is to be called with. An
-    attribute of the module itself takes 1.3 us to set (AMD EPYC Zen 4, torch 2.13, 2026-11-25), of
-    this object 0.03."""
+    """The pending output of a projection, and the input that the next call must pass. Setting an
+    attribute takes 1.3 us on a module and 0.03 us on this object (AMD EPYC Zen 4, torch 2.13,
+    2026-11-25)."""
 
     output: torch.Tensor | None = None
     input: torch.Tensor | None = None
 
 
 class SharedInputLinear(ColumnParallelLinear):
-    """A column-parallel projection whose output is computed by the hook of its parent module."""
+    """A column-parallel projection whose output is computed by a hook of its parent module."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -131,15 +134,15 @@ class SharedInputLinear(ColumnParallelLinear):
 
 
 class SplitRowsLinear(RowParallelLinear):
-    """A row-parallel projection that knows the split of the sequence."""
+    """A row-parallel projection that scatters its output by the row sizes of `ResidualRows`."""
 
-    rows: ResidualRows | None = None  #: None: no sequence parallelism
+    rows: ResidualRows | None = None  #: None without sequence parallelism
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         rows = self.rows
         if rows is not None and rows.residual is not None:
             return self._end_block(rows, rows.residual, x)
-        sizes = None if rows is None else rows.sizes_of(x)
+        sizes = None if rows is None else rows.sizes_for(x)
         return super().forward(x, shard_sizes=sizes, sequence_parallel=sizes is not None)
 
     def _end_block(
@@ -149,7 +152,7 @@ class SplitRowsLinear(RowParallelLinear):
         if rows.norm is None:
             rows.sum = super().forward(x, residual=residual, sequence_parallel=False)
             return rows.sum
-        x, w = self._factors(x)
+        x, w = self._matmul_operands(x)
         weight, eps = rows.norm.weight, rows.norm.eps
         rows.normed, rows.sum = matmul_all_reduce_rms_norm(
             x, w, weight, self.group, bias=self.bias, residual=residual, eps=eps
@@ -158,19 +161,19 @@ class SplitRowsLinear(RowParallelLinear):
 
 
 class SplitRowsMoE(MoE):
-    """Experts that know the split of the sequence."""
+    """MoE experts that use the row sizes of `ResidualRows`."""
 
-    rows: ResidualRows | None = None  #: None: no sequence parallelism
+    rows: ResidualRows | None = None  #: None without sequence parallelism
 
-    def forward(self, hidden_states: torch.Tensor, *routes: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        sizes = None if self.rows is None else self.rows.sizes_of(hidden_states)
+    def forward(self, hidden_states: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        sizes = None if self.rows is None else self.rows.sizes_for(hidden_states)
         return super().forward(
-            hidden_states, *routes, shard_sizes=sizes, sequence_parallel=sizes is not None
+            hidden_states, *routing, shard_sizes=sizes, sequence_parallel=sizes is not None
         )
 
 
 class SplitRowsNorm(RMSNorm):
-    """A norm of this rank's rows, or of all rows while the sequence is not split."""
+    """RMSNorm of the local rows, or of all rows if the sequence is not split."""
 
     rows: ResidualRows
 
@@ -181,19 +184,25 @@ class SplitRowsNorm(RMSNorm):
 def project(
     parent: nn.Module, names: tuple[str, ...], x: torch.Tensor, sizes: list[int] | None = None
 ) -> torch.Tensor:
-    """Store the outputs of projections of x, of which each rank has ``sizes`` rows, or all. Return
-    what they are to be called with: x, or a placeholder for all rows."""
-    modules: Any = children_of(parent)
+    """Compute the projections ``names`` of x, and store their outputs.
+
+    Args:
+        sizes: rows of x per rank, or None if every rank has all rows.
+
+    Returns:
+        The input that the projections must be called with: x, or a placeholder with all rows.
+    """
+    modules: Any = direct_children(parent)
     layers = [modules[name] for name in names]
     outputs = column_parallel(x, layers, shard_sizes=sizes, sequence_parallel=sizes is not None)
-    passed = x
+    expected_input = x
     if sizes is not None:
         shape = list(x.shape)
         shape[-2] = sum(sizes)
-        passed = x.new_zeros(()).expand(shape)
+        expected_input = x.new_zeros(()).expand(shape)
     for layer, output in zip(layers, outputs, strict=True):
-        layer.stored.output, layer.stored.input = output, passed
-    return passed
+        layer.stored.output, layer.stored.input = output, expected_input
+    return expected_input
 
 
 def share_input(
@@ -203,11 +212,12 @@ def share_input(
     x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     sizes = None
     if rows is not None:
-        # A checkpointed layer is recomputed alone, perhaps after a forward of another length. Its
-        # attention runs first and reads the number of tokens from the rotary embedding.
+        # An activation checkpoint recomputes a single layer, possibly after a forward of a
+        # different length. So the attention, which runs first, reads the number of tokens from the
+        # rotary embedding.
         if "position_embeddings" in kwargs:
             rows.split(x.shape[0], kwargs["position_embeddings"][0].shape[-2])
-        sizes = rows.sizes_of(x)
+        sizes = rows.sizes_for(x)
     placeholder = project(module, names, x, sizes)
     if sizes is None:
         return None
@@ -217,18 +227,18 @@ def share_input(
 
 
 def split_rows(group: str, rows: ResidualRows, module: nn.Module, args: Tensors) -> Tensors | None:
-    """Forward pre-hook of the first layer: each rank keeps its rows."""
-    x, *others = args
+    """Forward pre-hook of the first layer: select the local rows."""
+    x, *rest = args
     rows.split(x.shape[0], x.shape[SEQUENCE_DIM])
     if rows.sizes is None:
         return None
-    return (split_over_ranks(x, group, SEQUENCE_DIM, rows.sizes), *others)
+    return (split_over_ranks(x, group, SEQUENCE_DIM, rows.sizes), *rest)
 
 
 def gather_rows(
     group: str, rows: ResidualRows, module: nn.Module, args: object, output: torch.Tensor | Tensors
 ) -> torch.Tensor | tuple[object, ...]:
-    """Forward hook of the last norm or layer: all ranks get all rows again."""
+    """Forward hook of the last norm or layer: gather the rows on all ranks."""
     if rows.sizes is None:
         return output
     if isinstance(output, tuple):
@@ -236,28 +246,28 @@ def gather_rows(
     return gather_from_ranks(output, group, SEQUENCE_DIM, rows.sizes)
 
 
-def gather_recorded(
+def gather_recorded_outputs(
     group: str,
     rows: ResidualRows | None,
-    heads_of_layers: Sequence[list[int] | None],
+    layer_heads: Sequence[list[int] | None],
     module: nn.Module,
     args: object,
     output: tuple[Any, ...] | transformers.utils.ModelOutput,
 ) -> tuple[object, ...] | None:
-    """Forward hook of the base model: gather the hidden states, attention weights and routers'
-    logits that it was asked to return, of which each rank has its rows and, where they are split,
-    its heads."""
+    """Forward hook of the base model: gather the hidden states, attention weights and router logits
+    that the caller requested. Each rank holds the values of its rows and, in attentions that are
+    split, of its heads."""
     last, sizes = output[0], None if rows is None else rows.sizes
-    rank, _ = position(group)
+    rank, _ = rank_and_world(group)
 
     def gather(values: object) -> object:
         if not isinstance(values, tuple):
             return values
-        pairs = zip([*heads_of_layers, None], values, strict=False)  # None: the last hidden state
+        pairs = zip([*layer_heads, None], values, strict=False)  # None for the last hidden state
         return tuple(gather_one(heads, value) for heads, value in pairs)
 
     def gather_one(heads: list[int] | None, value: torch.Tensor | None) -> torch.Tensor | None:
-        if value is None or value is last:  # not recorded, or whole already
+        if value is None or value is last:  # not recorded, or already gathered
             return value
         if value.dim() == 4:
             if heads is None:
@@ -266,7 +276,7 @@ def gather_recorded(
             return gather_from_ranks(local, group, 1, heads)
         if sizes is None or rows is None:
             return value
-        if value.dim() == 2:  # of a router
+        if value.dim() == 2:  # router logits [rows, experts]
             by_sequence = value.view(rows.batch, sizes[rank], -1)
             return gather_from_ranks(by_sequence, group, SEQUENCE_DIM, sizes).flatten(0, 1)
         return gather_from_ranks(value, group, SEQUENCE_DIM, sizes)
@@ -280,24 +290,24 @@ def gather_recorded(
 
 
 def join_norms(model: transformers.PreTrainedModel) -> None:
-    """Let a block (attention or MLP) of a parallel model end in one op, unless rows are split: it
-    sums over the ranks, adds the residual and normalises the rows for the next block. Hooks on
-    blocks are not called then. Not for training with activation checkpoints."""
+    """Fuse the end of each block (attention or MLP) of a parallel model into one op, for forwards
+    without split rows: all-reduce, residual and the norm of the next block. Hooks on the blocks are
+    then not called. Not for training with activation checkpoints."""
     layers = list(getattr(model, model.base_model_prefix).layers)
     next_norms = [layer.input_layernorm for layer in layers[1:]]
     for layer, norm in zip(layers, [*next_norms, None], strict=True):
-        layer.forward = partial(joined_layer, layer, layer.self_attn.o_proj.rows, norm)
+        layer.forward = partial(joined_layer_forward, layer, layer.self_attn.o_proj.rows, norm)
 
 
-def joined_layer(
+def joined_layer_forward(
     layer: transformers.modeling_layers.GradientCheckpointingLayer,
     rows: ResidualRows,
     next_norm: RMSNorm | None,
     hidden_states: torch.Tensor,
     **options: Any,
 ) -> torch.Tensor | None:
-    """Do what the decoder layer's ``forward`` does; see `join_norms`."""
-    rows.residual = None  # of a forward that an exception has ended
+    """Forward of a decoder layer after `join_norms`."""
+    rows.residual = None  # may be left over from a forward that raised
     if rows.sizes is not None:
         return type(layer).forward(layer, hidden_states, **options)
     normed = rows.normed if rows.sum is hidden_states else None
@@ -313,7 +323,7 @@ def joined_layer(
 
 
 def check_packing(model: nn.Module, experts: Container[str], dtype: torch.dtype | None) -> None:
-    """Raise what `pack_` would raise for the weights of a model and its ``experts``."""
+    """Raise the error that `pack_` would raise for the weights of a model and its ``experts``."""
     for name, module in model.named_modules():
         weights = ["weight"] if isinstance(module, nn.Linear) else []
         for key in PROJECTIONS if name in experts else weights:
@@ -322,36 +332,39 @@ def check_packing(model: nn.Module, experts: Container[str], dtype: torch.dtype 
                 check_finite(getattr(module, key), f"{name}.{key}")
 
 
-def set_groups(attention: nn.Module, heads: Heads, group: str) -> None:
-    """Tell an attention of transformers how many of this rank's query heads share a key head."""
-    attention.num_key_value_groups = heads.queries_per_group[position(group)[0]]  # type: ignore[assignment]
+def set_queries_per_key_head(attention: nn.Module, heads: Heads, group: str) -> None:
+    """Set how many local query heads of a transformers attention share a key head."""
+    attention.num_key_value_groups = heads.queries_per_group[rank_and_world(group)[0]]  # type: ignore[assignment]
 
 
-def share_heads(attention: nn.Module, heads: Heads, names: list[str], group: str) -> None:
-    """Let each rank use its query heads' entries of parameters that all ranks have whole."""
-    rank, _ = position(group)
+def use_local_head_parameters(
+    attention: nn.Module, heads: Heads, names: list[str], group: str
+) -> None:
+    """Make the forward use only the entries of the parameters ``names`` that belong to the local
+    query heads. All ranks hold these parameters in full."""
+    rank, _ = rank_and_world(group)
     size = heads.query_heads[rank] or heads.queries_per_group[rank]
     begin = min(sum(heads.query_heads[:rank]), heads.heads - size)
     if names:
-        hook = partial(_lend_entries, group, names, begin, size)
+        hook = partial(_swap_in_local_entries, group, names, begin, size)
         attention.register_forward_pre_hook(hook)
-        attention.register_forward_hook(partial(_take_back, [attention]), always_call=True)
+        attention.register_forward_hook(partial(_restore_parameters, [attention]), always_call=True)
 
 
-def share_rotary_key(attention: nn.Module, group: str) -> None:
-    """Sum the gradient of the rotary key of DeepSeek's attention over the ranks' heads, which all
-    attend to it. The other columns that are projected with it lead to a column-parallel layer,
-    which sums their gradient."""
+def reduce_rotary_key_gradient(attention: nn.Module, group: str) -> None:
+    """All-reduce the gradient of the rotary key of DeepSeek attention, because all heads attend to
+    it. The remaining columns of this projection feed a column-parallel layer, which reduces their
+    gradient."""
     projection = getattr(attention, "kv_a_proj_with_mqa", None)
     if projection is not None:
         width: int = attention.qk_rope_head_dim  # type: ignore[assignment]
         projection.register_forward_hook(partial(_copy_last, group, width))
 
 
-def parallel_norm(norm: Any, group: str, rows: ResidualRows | None) -> RMSNorm:
-    """Return a norm with the weight of `is_rms_norm`'s, whose gradient is summed over the ranks,
-    each of which applies it to its part of the input: its rows, while they are split, or without
-    ``rows`` its heads."""
+def make_parallel_norm(norm: Any, group: str, rows: ResidualRows | None) -> RMSNorm:
+    """Return an `RMSNorm` that shares the weight of ``norm`` and reduces its gradient over the
+    ranks. Each rank applies it to its rows while rows are split, or without ``rows`` to its
+    heads."""
     kind = RMSNorm if rows is None else SplitRowsNorm
     parallel = kind(norm.weight.shape[0], norm.variance_epsilon, group=group, device="meta")
     if rows is not None:
@@ -360,43 +373,43 @@ def parallel_norm(norm: Any, group: str, rows: ResidualRows | None) -> RMSNorm:
     return parallel.train(norm.training)
 
 
-def share_weights(
-    module: nn.Module, parts: list[nn.Module], group: str, rows: ResidualRows | None
+def reduce_weight_gradients(
+    module: nn.Module, modules: list[nn.Module], group: str, rows: ResidualRows | None
 ) -> None:
-    """Sum the gradients of weights that only the ``forward`` of a module uses, as
-    `parallel_norm`."""
-    module.register_forward_pre_hook(partial(_lend_copies, group, rows, parts))
-    module.register_forward_hook(partial(_take_back, parts), always_call=True)
+    """All-reduce the gradients of weights of ``modules`` that only the ``forward`` of ``module``
+    uses; see `make_parallel_norm`."""
+    module.register_forward_pre_hook(partial(_swap_in_copies, group, rows, modules))
+    module.register_forward_hook(partial(_restore_parameters, modules), always_call=True)
 
 
 def is_rms_norm(norm: nn.Module) -> bool:
-    """Return whether a norm does what `RMSNorm` does, which takes fewer passes, and no more."""
+    """Return whether `RMSNorm` can replace a norm. `RMSNorm` needs fewer passes over the data."""
     eps = getattr(norm, "variance_epsilon", None)
-    if not isinstance(eps, float) or state_of(norm) != ["weight"] or additions(norm):
+    if not isinstance(eps, float) or state_names(norm) != ["weight"] or find_customizations(norm):
         return False
     x, weight = torch.tensor([[[1.0, -2.0, 4.0, 0.5]], [[3.0, 1.0, 2.0, 5.0]]], device="cpu")
-    probe = probe_of(norm, parameters={"weight": weight[0]})
+    probe = make_probe(norm, parameters={"weight": weight[0]})
     return torch.allclose(probe.forward(x), F.rms_norm(x, (4,), weight[0], eps))
 
 
-def _lend_copies(
-    group: str, rows: ResidualRows | None, parts: list[nn.Module], module: nn.Module, args: object
+def _swap_in_copies(
+    group: str, rows: ResidualRows | None, modules: list[nn.Module], module: nn.Module, args: object
 ) -> None:
     if not torch.is_grad_enabled() or (rows is not None and rows.sizes is None):
         return
-    for part in parts:
-        parameters = parameters_of(part)
-        part.__dict__["_lent"] = dict(parameters)
+    for owner in modules:
+        parameters = direct_parameters(owner)
+        owner.__dict__["_original_parameters"] = dict(parameters)
         for name, parameter in parameters.items():
             if parameter is not None:
                 parameters[name] = copy_to_ranks(parameter, group)
 
 
-def _lend_entries(
+def _swap_in_local_entries(
     group: str, names: list[str], begin: int, size: int, module: nn.Module, args: object
 ) -> None:
-    parameters = parameters_of(module)
-    module.__dict__["_lent"] = {name: parameters[name] for name in names}
+    parameters = direct_parameters(module)
+    module.__dict__["_original_parameters"] = {name: parameters[name] for name in names}
     for name in names:
         parameters[name] = copy_to_ranks(parameters[name], group).narrow(0, begin, size)
 
@@ -406,10 +419,12 @@ def _copy_last(
 ) -> torch.Tensor:
     if not torch.is_grad_enabled():
         return output
-    others, last = output.tensor_split([-width], -1)
-    return torch.cat((others, copy_to_ranks(last, group)), -1)
+    rest, last = output.tensor_split([-width], -1)
+    return torch.cat((rest, copy_to_ranks(last, group)), -1)
 
 
-def _take_back(parts: list[nn.Module], module: nn.Module, args: object, output: object) -> None:
-    for part in parts:
-        parameters_of(part).update(part.__dict__.pop("_lent", {}))
+def _restore_parameters(
+    modules: list[nn.Module], module: nn.Module, args: object, output: object
+) -> None:
+    for owner in modules:
+        direct_parameters(owner).update(owner.__dict__.pop("_original_parameters", {}))

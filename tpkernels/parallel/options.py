@@ -1,4 +1,4 @@
-"""How a model is split over ranks, as one value that the public functions make."""
+"""Options that describe how a model is split over the ranks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ Pack = bool | Literal["int8"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """What `tpkernels.parallelize` takes besides model and mesh, with the same meanings and
-    defaults, and what `from_pretrained` adds. Raise ValueError or NotImplementedError if options
-    exclude each other."""
+    """Options of `tpkernels.parallelize`, with the same meanings and defaults, and `defer_weights`.
+    Raise ValueError or NotImplementedError if options exclude each other."""
 
     plan: Mapping[str, Any] | None = None
     sequence_parallel: SequenceParallel | None = None
     ffn_only: bool = False
     expert_parallel: bool = False
     pack: Pack = False
-    read_later: bool = False  #: the caller reads the weights and packs them
+    defer_weights: bool = False  #: the caller loads and packs the weights later
 
     def __post_init__(self) -> None:
         if self.sequence_parallel not in (True, False, "prefill", None):
@@ -35,16 +34,16 @@ class ModelOptions:
             )
         if self.pack not in (True, False, "int8"):
             raise ValueError(f'pack is {self.pack!r}; expected True, False or "int8"')
-        if self.of_torch and self.pack:
+        if self.uses_torch_styles and self.pack:
             raise NotImplementedError(
                 f"pack={self.pack!r} packs the layers of tpkernels.nn, and a plan of torch "
                 "styles does not create them; leave out pack or the plan"
             )
-        if self.of_torch and self.expert_parallel:
+        if self.uses_torch_styles and self.expert_parallel:
             raise ValueError(
                 "expert_parallel=True cannot be combined with a plan of torch styles; leave out one"
             )
-        if self.of_torch and self.ffn_only:
+        if self.uses_torch_styles and self.ffn_only:
             raise ValueError(
                 "ffn_only=True cannot be combined with a plan of torch styles; leave out one"
             )
@@ -55,22 +54,22 @@ class ModelOptions:
             )
 
     @property
-    def of_torch(self) -> bool:
-        """Return whether there is a plan, and not one of names of styles."""
+    def uses_torch_styles(self) -> bool:
+        """Return whether the plan consists of ``ParallelStyle`` objects instead of style names."""
         if self.plan is None:
             return False
         return not self.plan or not all(isinstance(style, str) for style in self.plan.values())
 
     @property
-    def rows_split(self) -> SequenceParallel:
-        """Return when rows are split."""
+    def effective_sequence_parallel(self) -> SequenceParallel:
+        """Return ``sequence_parallel`` with the default of None resolved."""
         return not self.ffn_only if self.sequence_parallel is None else self.sequence_parallel
 
     @property
     def packed_dtype(self) -> torch.dtype | None:
-        """Return the dtype by which `tpkernels.nn.pack_` packs."""
+        """Return the ``dtype`` argument of `tpkernels.nn.pack_`."""
         return torch.int8 if self.pack == "int8" else None
 
-    def unit(self, k: int) -> int:
-        """Return at multiples of what K of a weight may be cut."""
+    def feature_multiple(self, k: int) -> int:
+        """Return the number by which the K of a shard must be divisible."""
         return scale_group(k, "") if self.pack == "int8" else 1

@@ -1,4 +1,4 @@
-"""``tpkernels.parallelize`` makes an existing model tensor-parallel in place."""
+"""``tpkernels.parallelize``: make an existing model tensor-parallel in place."""
 
 from __future__ import annotations
 
@@ -31,65 +31,66 @@ def parallelize(
     expert_parallel: bool = False,
     pack: Pack = False,
 ) -> Model:
-    """Split a model over the ranks of ``mesh``, in place, and return it. All ranks call it, with
-    the same weights. If it raises, the model is unchanged. Without a plan it does not communicate.
+    """Split a model over the ranks of ``mesh``, in place, and return it. All ranks call it with the
+    same weights. If it raises, the model is unchanged. Without a plan it does not communicate.
 
-    **Without a plan** it takes models of Hugging Face transformers, with any head or as the base
-    model alone: Llama, Mistral, Qwen2, Qwen3, and those that bring a plan (``base_model_tp_plan``).
-    Their modules become layers of `tpkernels.nn`. Heads, MLP features, tokens and vocabulary need
-    not divide by the ranks.
+    **Without a plan** it supports Hugging Face transformers models, with any head or only the base
+    model: Llama, Mistral, Qwen2, Qwen3, and models with a TP plan (``base_model_tp_plan``). Their
+    modules become layers of `tpkernels.nn`. Heads, MLP features, tokens and vocabulary need not be
+    divisible by the number of ranks.
 
-    The model is called as before, with the same input on all ranks. All ranks get whole logits,
-    hidden states, attention weights and loss, and the gradients of the unsharded model.
-    ``generate`` works; sampling needs the same random state on all ranks. If ranks pass other ids
-    to the embedding, all of them raise ValueError (on GPUs and in compiled code RuntimeError).
-    Training with dropout raises NotImplementedError on more than one rank, when the model is
-    called.
+    Call the model as before, with the same input on all ranks. All ranks get the full logits,
+    hidden states, attention weights and loss, and the gradients match the unsharded model.
+    ``generate`` works; sampling needs the same random state on all ranks. If ranks pass different
+    ids to the embedding, all ranks raise ValueError (RuntimeError on GPUs and in compiled code).
+    Training with dropout on more than one rank raises NotImplementedError when the model is called.
 
-    Modules and parameters that are shared stay shared. What a module that is replaced would lose is
-    refused by name: its hooks and those of its parameters, a ``forward`` of its own, more
-    parameters, buffers or children than its class has. Hooks on other modules stay. The sequence is
-    not split in a model with hooks in its decoder layers.
+    Shared modules and parameters stay shared. A replaced module would lose its hooks, hooks of its
+    parameters, a custom ``forward``, and parameters, buffers or children that its class does not
+    have. The call therefore raises an error that names them. Hooks on other modules stay. If
+    decoder layers contain hooks, the sequence is not split.
 
-    ``model.save_pretrained(folder)``, with transformers' arguments and on all ranks, writes the
-    unsharded model. Rank 0 of the mesh gathers the weights and writes them, unless it is passed
-    ``is_main_process=False``; with several replicas, pass that on all but one. The other ranks
-    return when rank 0 is done, and raise RuntimeError if it fails; the model remains usable. A rank
-    that calls it alone gets ``CollectiveTimeoutError`` after the group's timeout.
+    ``model.save_pretrained(folder)`` accepts the arguments of transformers. Called on all ranks, it
+    writes the unsharded model. Rank 0 of the mesh gathers and writes the weights, unless it passes
+    ``is_main_process=False``. With several replicas, pass that on all replicas but one. The
+    remaining ranks return when rank 0 is done, and raise RuntimeError if it fails. The model
+    remains usable. If only some ranks call it, they raise ``CollectiveTimeoutError`` after the
+    group timeout.
 
-    **With a plan** of names of styles it does the same by this plan. **With a plan** of torch's
-    styles it applies these to any model, or to parts of one. To save such a
-    model, pass ``state_dict=`` as ``torch.distributed.checkpoint.state_dict`` gathers it.
+    **With a plan of style names**, the plan replaces the TP plan of the model. **With a plan of**
+    ``ParallelStyle`` **objects**, the styles are applied to any model, or to some of its modules.
+    To save such a model, pass ``state_dict=`` with the result of
+    ``torch.distributed.checkpoint.state_dict``.
 
     Args:
         model: may be on the meta device. Then call ``to_empty``, ``load_state_dict`` with the
-            unsharded weights and transformers' ``tie_weights``, and recreate ``rotary_emb``, whose
-            buffers are in no state dict.
-        mesh: a mesh of one dim, such as ``mesh["tp"]`` of a larger one.
-        plan: ``ParallelStyle`` objects by module name, which may have wildcards, as
-            ``torch.distributed.tensor.parallel.parallelize_module`` takes them. Or names of styles
-            such as "colwise", as in the ``tp_plan`` of a model of transformers.
-        sequence_parallel: without a plan, whether each rank has only its rows of the sequence
-            between the matmuls, so that each overlaps with its collective. For generation token by
-            token, False saves one collective per block. "prefill" does both: it splits sequences
-            of 16 tokens a rank and more. None means True, unless ``ffn_only`` is set. Layers that
-            may do more with rows than projections and norms do are never split by rows.
+            unsharded weights, and ``tie_weights`` of transformers. Also recreate ``rotary_emb``,
+            because state dicts do not contain its buffers.
+        mesh: a mesh of one dim, such as ``mesh["tp"]`` of a larger mesh.
+        plan: ``ParallelStyle`` objects by module name, which may contain wildcards, as for
+            ``torch.distributed.tensor.parallel.parallelize_module``. Or style names such as
+            "colwise", as in the ``tp_plan`` of a transformers model.
+        sequence_parallel: without a plan, whether each rank holds only its rows of the sequence
+            between the matmuls, so that each matmul overlaps with a collective. False saves one
+            collective per block, for decoding. "prefill" combines both: sequences of at least 16
+            tokens per rank are split. None means True, or False with ``ffn_only``. Rows are not
+            split in models whose layers contain parameters outside projections, norms and experts.
         ffn_only: without a plan, whether only the feed-forward layers are split. Every rank then
-            computes the rest in full, without sequence parallelism.
-        expert_parallel: whether each rank has whole experts of a mixture, as `tpkernels.nn.MoE`. By
-            default each has a part of every expert.
-        pack: without a plan, whether the weights are packed for inference on CPUs, as
-            `tpkernels.nn.pack_` does without ``drop``, or with "int8" in int8. It is called under
-            ``torch.no_grad()`` or ``torch.inference_mode()``.
+            computes the remaining layers in full, without sequence parallelism.
+        expert_parallel: whether each rank holds full experts of an MoE layer, as in
+            `tpkernels.nn.MoE`. By default each rank holds a slice of every expert.
+        pack: without a plan, whether the weights are packed for inference on CPUs, as by
+            `tpkernels.nn.pack_` without ``drop``. "int8" packs them as int8. The model must then be
+            called under ``torch.no_grad()`` or ``torch.inference_mode()``.
 
     Raises:
-        TypeError: ``mesh`` is not a DeviceMesh, a style is not a ParallelStyle, or a module is not
-            of the expected type; the message names it.
-        ValueError: ``mesh`` has several dims, a name in the plan matches no module, options
-            exclude each other, or the heads do not fit together.
-        NotImplementedError: the architecture is not supported, or its plan has a style that could
-            be wrong; a weight is quantised, or it cannot be packed; what is replaced has hooks, or
-            is shared with what is split in another way.
+        TypeError: ``mesh`` is not a DeviceMesh, a style is not a ParallelStyle, or a module has an
+            unexpected type. The message contains its name.
+        ValueError: ``mesh`` has several dims, a name in the plan matches no module, options exclude
+            each other, or the numbers of heads are inconsistent.
+        NotImplementedError: the architecture is not supported, or a style of its plan cannot be
+            verified; a weight is quantized or cannot be packed; a replaced module has hooks, or is
+            shared with a module that is split differently.
     """
     check_mesh(mesh)
     options = ModelOptions(
@@ -103,11 +104,12 @@ def parallelize(
 
 
 def split_model(model: Model, mesh: DeviceMesh, options: ModelOptions) -> Model:
-    """Do what `parallelize` does, after its checks."""
-    if options.plan is not None and options.of_torch:
+    """Split a model like `parallelize`, after its checks."""
+    if options.plan is not None and options.uses_torch_styles:
         return _apply_plan(model, mesh, options.plan)
-    with torch.device("cpu"):  # of what tries the model's code, whatever the caller's default is
-        plans.apply(model, groups.name_of(mesh), options)
+    # Probes of model code run on the CPU, whatever the default device of the caller.
+    with torch.device("cpu"):
+        plans.apply(model, groups.group_name(mesh), options)
     model_methods.attach(model, mesh)
     return model
 
@@ -117,16 +119,16 @@ def check_mesh(mesh: DeviceMesh) -> None:
         raise TypeError(f"mesh must be a DeviceMesh, not {type(mesh).__name__}")
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names
-        one = f'mesh["{names[-1]}"]' if names else "a mesh of one dim"
+        example = f'mesh["{names[-1]}"]' if names else "a mesh of one dim"
         raise ValueError(
             f"mesh has {mesh.ndim} dims {names or tuple(mesh.shape)}; parallelize needs a mesh "
-            f"of one dim: pass {one}"
+            f"of one dim: pass {example}"
         )
 
 
 def _apply_plan(model: Model, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> Model:
-    """Run torch's ``parallelize_module`` with all checks made first: torch only warns about a name
-    that matches nothing."""
+    """Run ``parallelize_module`` of torch after all checks. torch only warns if a name matches no
+    module."""
     from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
     if not plan:
@@ -150,7 +152,7 @@ def _apply_plan(model: Model, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle
 
 
 def _check_module(name: str, module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
-    """Raise what torch would raise only after changing the modules before this one."""
+    """Raise errors that torch would raise only after it has changed preceding modules."""
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,
@@ -166,9 +168,9 @@ def _check_module(name: str, module: nn.Module, style: ParallelStyle, mesh: Devi
             raise type(error)(f"{name}: {error}") from None
         return
     if not isinstance(style, (ColwiseParallel, RowwiseParallel, SequenceParallel)):
-        return  # Other styles split no parameters.
-    takes_linears = not isinstance(style, SequenceParallel)
-    if takes_linears and not isinstance(module, (nn.Linear, nn.Embedding)):
+        return  # other styles do not split parameters
+    needs_linear_or_embedding = not isinstance(style, SequenceParallel)
+    if needs_linear_or_embedding and not isinstance(module, (nn.Linear, nn.Embedding)):
         raise TypeError(
             f"{name} is a {type(module).__name__}; {type(style).__name__} supports nn.Linear and "
             "nn.Embedding"
@@ -178,9 +180,10 @@ def _check_module(name: str, module: nn.Module, style: ParallelStyle, mesh: Devi
 
 
 def _matches(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that torch matches with ``pattern``, whose parts may have wildcards."""
+    """Yield the modules that torch matches with ``pattern``. Its components may contain
+    wildcards."""
     atoms = pattern.split(".") if pattern else []
     for name, module in model.named_modules():
-        parts = name.split(".") if name else []
-        if len(parts) == len(atoms) and all(map(fnmatch, parts, atoms)):
+        components = name.split(".") if name else []
+        if len(components) == len(atoms) and all(map(fnmatch, components, atoms)):
             yield name, module

@@ -1,7 +1,7 @@
-"""``tpkernels.from_pretrained``: a model of transformers of which each rank reads its shard.
+"""``tpkernels.from_pretrained``: load a transformers model so that each rank reads only its shard.
 
-The model is made and split on the meta device (a `Blueprint`); then each parameter gets memory for
-the rank's part, which is read into it.
+The model is created and split on the meta device (a `Blueprint`). Then each rank allocates the
+local shard of each parameter, and reads it from the checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tpkernels.local.packed import check_finite, pack_integers
 from tpkernels.nn.packing import PackableModule
 from tpkernels.nn.sharding import Box, ShardedModule, Sharding
 from tpkernels.parallel import plans
-from tpkernels.parallel.checkpoints import Checkpoint, StoredTensor, open_checkpoint, package
+from tpkernels.parallel.checkpoints import Checkpoint, StoredTensor, import_package, open_checkpoint
 from tpkernels.parallel.joint_work import joint_work
 from tpkernels.parallel.options import ModelOptions, Pack, SequenceParallel
 from tpkernels.parallel.parallelize import check_mesh, split_model
@@ -35,20 +35,20 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
     from transformers import PreTrainedModel
 
-# Older checkpoints hold the rotary embedding's buffers, which the model computes.
+# Rotary embedding buffers in old checkpoints; the model computes them.
 _IGNORED = re.compile(r"rotary_emb\.|\.rotary_emb\.")
-_MOST_NAMES = 5  # in a message
+_MAX_NAMES = 5  # tensor names listed in a message
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter of the parallel model."""
+    """A parameter of the parallel model and its source in the checkpoint."""
 
-    name: str  #: as the unsharded model has it
+    name: str  #: name in the unsharded model
     owners: tuple[tuple[nn.Module, str], ...]  #: (module, attribute); several if weights are tied
-    split: Sharding | None  #: None: it is not split, or by a plan
-    stored: StoredTensor  #: the unsharded parameter in the checkpoint
-    linear: bool  #: the weight of a linear layer, [out_features, in_features]
+    split: Sharding | None  #: None if it is replicated or split by torch styles
+    stored: StoredTensor  #: unsharded parameter in the checkpoint
+    linear: bool  #: whether it is the weight [out_features, in_features] of a linear layer
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,56 +57,60 @@ class Slot:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """Return the parameter, or what stands for it on the meta device."""
+        """Return the parameter, or its placeholder on the meta device."""
         module, attribute = self.owners[0]
         return module.get_parameter(attribute)
 
-    def parts(self) -> list[Box]:
-        """Return the parts that this rank holds."""
+    def boxes(self) -> list[Box]:
+        """Return the boxes of the unsharded parameter that this rank holds."""
         data = self.parameter.data
-        if type(data) is not torch.Tensor:  # a DTensor: plans make nothing else
-            of = cast("DTensor", data)
+        if type(data) is not torch.Tensor:  # torch styles create DTensors, no other subclass
+            dtensor = cast("DTensor", data)
             shape, offsets = torch_private.tensor_utils.compute_local_shape_and_global_offset(
-                self.shape, of.device_mesh, of.placements
+                self.shape, dtensor.device_mesh, dtensor.placements
             )
             return [Box(tuple(offsets), tuple(shape))]
         return [Box.full(self.shape)] if self.split is None else self.split.boxes(self.shape)
 
     def local_shape(self, rank: int | None = None) -> tuple[int, ...]:
-        """Return the shape of what a rank holds, by default this one."""
+        """Return the shape of the shard on ``rank``, by default on this rank."""
         if self.split is None:
-            return self.parts()[0].shape
+            return self.boxes()[0].shape
         return self.split.local_shape(self.shape, rank)
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A parallel model on the meta device; its parameters in the order of the model."""
+    """A parallel model on the meta device. The slots are in the order of the model parameters."""
 
     model: PreTrainedModel
     slots: tuple[Slot, ...]
-    buffers: Mapping[str, StoredTensor]  #: those that checkpoints have, by name
-    unexpected: tuple[str, ...]  #: tensors of the checkpoint that the model has no use for
+    buffers: Mapping[str, StoredTensor]  #: buffers in the checkpoint, by name
+    unexpected: tuple[str, ...]  #: checkpoint tensors that the model does not use
 
     def digest(self) -> str:
-        """Return a digest that is equal on all ranks if they make the same model."""
-        facts = [str(self.model.config)]
+        """Return a digest that is equal on all ranks if their models are equal."""
+        lines = [str(self.model.config)]
         for slot in self.slots:
             ranges = slot.split and slot.split.ranges
-            facts.append(f"{slot.name} {slot.shape} {slot.parameter.dtype} {ranges}")
-        return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+            lines.append(f"{slot.name} {slot.shape} {slot.parameter.dtype} {ranges}")
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def draw(
+def make_blueprint(
     checkpoint: Checkpoint,
     dtype: torch.dtype | None,
     split: Callable[[nn.Module], nn.Module],
     any_architecture: bool,
 ) -> Blueprint:
-    """Draw the blueprint of a checkpoint's model; raise what `from_pretrained` raises for files.
-    ``split`` splits a model on the meta device in place: those that
-    `tpkernels.parallel.decoder` knows, or ``any_architecture``."""
-    transformers = package("transformers")
+    """Create the model of a checkpoint on the meta device. Raises the errors of `from_pretrained`
+    for files.
+
+    Args:
+        split: splits a model on the meta device in place.
+        any_architecture: accept models without a TP plan.
+    """
+    transformers = import_package("transformers")
     config = checkpoint.config()
     if not any_architecture:
         plans.check_has_plan(config, str(checkpoint.path))
@@ -120,35 +124,35 @@ def draw(
     dtypes.check_supported(dtype, "the model")
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    _keep_wide(model, dtype)
+    _apply_dtype_plan(model, dtype)
     stored = checkpoint.tensors(model)
-    sources = _sources(checkpoint, model, stored)
+    sources = _find_sources(checkpoint, model, stored)
     names = model.state_dict().keys()
     buffers = {name: sources[name] for name, _ in model.named_buffers() if name in names}
     generation_config = checkpoint.generation_config()
     if generation_config is not None:
         model.generation_config = generation_config
-    slots = tuple(_slots(split(model), sources))
+    slots = tuple(_make_slots(split(model), sources))
     unexpected = [name for name in stored if name not in names and not _IGNORED.search(name)]
     return Blueprint(model, slots, buffers, tuple(unexpected))
 
 
-def _keep_wide(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give a model on the meta device the dtypes that transformers loads weights of ``dtype`` in:
-    it keeps some in float32."""
-    if not hasattr(model, "_get_dtype_plan"):  # older transformers
+def _apply_dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Cast a model on the meta device to the dtypes in which transformers loads weights of
+    ``dtype``. transformers keeps some weights in float32."""
+    if not hasattr(model, "_get_dtype_plan"):  # not in older versions of transformers
         return
-    for pattern, wide in model._get_dtype_plan(dtype).items():
+    for pattern, target_dtype in model._get_dtype_plan(dtype).items():
         for name, value in (*model.named_parameters(), *model.named_buffers()):
             if re.search(pattern.replace("*", ".*"), name):
-                value.data = value.data.to(wide)
+                value.data = value.data.to(target_dtype)
 
 
-def _sources(
+def _find_sources(
     checkpoint: Checkpoint, model: nn.Module, stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """Find what is read for each value of the state dict: the tensor of its name, or of a weight
-    that it is tied to."""
+    """Return the stored tensor for each name in the state dict: the tensor of this name, or of a
+    weight that is tied to it."""
     tied: dict[torch.Tensor, list[str]] = {}
     for name, parameter in model.state_dict(keep_vars=True).items():
         tied.setdefault(parameter, []).append(name)
@@ -167,8 +171,8 @@ def _sources(
             )
         sources |= dict.fromkeys(names, source)
     if missing:
-        more = len(missing) - _MOST_NAMES
-        lacking = ", ".join(missing[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+        more = len(missing) - _MAX_NAMES
+        lacking = ", ".join(missing[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
         raise ValueError(
             f"{checkpoint.path} does not contain {lacking}, which its configuration requires; "
             "copy or download it again"
@@ -176,13 +180,13 @@ def _sources(
     return sources
 
 
-def _slots(model: nn.Module, sources: Mapping[str, StoredTensor]) -> Iterator[Slot]:
+def _make_slots(model: nn.Module, sources: Mapping[str, StoredTensor]) -> Iterator[Slot]:
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     for tied in names.values():
-        places = [name.rpartition(".") for name in tied]
-        owners = tuple((model.get_submodule(owner), attribute) for owner, _, attribute in places)
+        paths = [name.rpartition(".") for name in tied]
+        owners = tuple((model.get_submodule(owner), attribute) for owner, _, attribute in paths)
         module, attribute = owners[0]
         split = module.splits.get(attribute) if isinstance(module, ShardedModule) else None
         linear = attribute == "weight" and hasattr(module, "in_features")
@@ -201,33 +205,40 @@ def from_pretrained(
     pack: Pack = False,
 ) -> PreTrainedModel:
     """Load a causal language model of transformers, split over the ranks of ``mesh``. All ranks
-    call it; each reads its slices of the weights, into its shard and a buffer of some megabytes.
-    The model is what `tpkernels.parallelize` makes, in evaluation mode. Needs
-    ``pip install 'tpkernels[models]'``.
+    call it.
 
-    If it fails on one rank, it fails on all, and the group remains usable. Files may differ between
-    hosts only in where they are: the ranks compare configurations and shapes, not weights.
+    Each rank reads only its slices of the weights, with a buffer of a few megabytes. The result
+    equals `tpkernels.parallelize` of the model, in evaluation mode. Requires ``pip install
+    'tpkernels[models]'``.
+
+    If loading fails on one rank, it fails on all ranks, and the group remains usable. Paths may
+    differ between hosts, but the files must be identical: the ranks compare configurations and
+    shapes, not weights.
 
     Args:
-        path: a local folder with ``config.json`` and safetensors files, one that `tpkernels shard`
-            has written for any number of ranks, or a GGUF file. Quantised weights of a GGUF file
-            are dequantised; but with ``pack="int8"``, the integers and scales of Q8_0, Q6_K, Q5_0,
-            Q4_0 and IQ4_NL are packed as they are.
-        mesh: a mesh of one dim, such as ``mesh["tp"]`` of a larger one. Its device type is where
-            the model is: the CPU or the current GPU.
-        plan, ffn_only, sequence_parallel, expert_parallel: as `tpkernels.parallelize` takes them.
-        pack: as `tpkernels.parallelize` takes it, but each weight is packed when it has been read,
-            and the plain one is dropped, unless an embedding is tied to it.
-        dtype: of the parameters. None means the one that ``config.json`` names, or that of the
-            weights; float32 for GGUF files.
+        path: a local folder with ``config.json`` and safetensors files, a folder written by
+            `tpkernels shard` for any number of ranks, or a GGUF file. Quantized weights of a GGUF
+            file are dequantized. With ``pack="int8"``, the integers and scales of Q8_0, Q6_K, Q5_0,
+            Q4_0 and IQ4_NL are packed unchanged.
+        mesh: a mesh of one dim, such as ``mesh["tp"]`` of a larger mesh. Its device type selects
+            the device of the model: the CPU or the current GPU.
+        plan, ffn_only, sequence_parallel, expert_parallel: see `tpkernels.parallelize`.
+        pack: see `tpkernels.parallelize`. Each weight is packed after reading. The plain weight is
+            then dropped, unless an embedding is tied to it.
+        dtype: dtype of the parameters. None means the dtype in ``config.json`` or, if it is not
+            set, the dtype of the weights; for GGUF files float32.
+
+    Returns:
+        The model.
 
     Raises:
         FileNotFoundError: a file or folder is missing.
         ImportError: a package that the format needs is missing.
-        ValueError: a file is damaged or truncated, a tensor is missing or has another shape than
-            the configuration says, ranks find different models, or as `tpkernels.parallelize`.
-        TypeError, NotImplementedError: as `tpkernels.parallelize`; or a dtype is not supported.
-        RuntimeError: loading failed on another rank; the message names it and has its error.
+        ValueError: a file is damaged or truncated, a tensor is missing, a shape differs from the
+            configuration, or the models on the ranks differ. Also as for `tpkernels.parallelize`.
+        TypeError, NotImplementedError: as for `tpkernels.parallelize`, or a dtype is not supported.
+        RuntimeError: loading failed on a different rank. The message contains the rank and its
+            error.
         TpkernelsError: a peer was lost, timed out or made a different call.
     """
     check_mesh(mesh)
@@ -237,22 +248,28 @@ def from_pretrained(
         ffn_only=ffn_only,
         expert_parallel=expert_parallel,
         pack=pack,
-        read_later=True,
+        defer_weights=True,
     )
-    group = groups.name_of(mesh)
+    group = groups.group_name(mesh)
     device = torch.device(mesh.device_type)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     split = partial(split_model, mesh=mesh, options=options)
     with joint_work(group, device, f"opening {path}") as work:
-        blueprint = draw(open_checkpoint(path), dtype, split, plan is not None)
-        work.text = f"{blueprint.digest()} {sorted(plan or ())} {ffn_only=} {options.rows_split=}"
-        work.text += f" {pack=} {expert_parallel=}"
-    other = next((rank for rank, text in enumerate(work.texts) if text != work.texts[0]), None)
-    if other is not None:
+        blueprint = make_blueprint(open_checkpoint(path), dtype, split, plan is not None)
+        work.report = (
+            f"{blueprint.digest()} {sorted(plan or ())} {ffn_only=} "
+            f"{options.effective_sequence_parallel=}"
+        )
+        work.report += f" {pack=} {expert_parallel=}"
+    mismatched_rank = next(
+        (rank for rank, report in enumerate(work.reports) if report != work.reports[0]), None
+    )
+    if mismatched_rank is not None:
         raise ValueError(
-            f"ranks 0 and {other} would load different models from {path}: their configurations, "
-            "shapes or options differ; pass the same checkpoint and arguments on all ranks"
+            f"ranks 0 and {mismatched_rank} would load different models from {path}: their "
+            "configurations, shapes or options differ; pass the same checkpoint and arguments on "
+            "all ranks"
         )
     with joint_work(group, device, f"reading {path}") as work:
         with torch.device(device):
@@ -264,7 +281,7 @@ def from_pretrained(
         warnings.warn(
             f"{path} has {len(blueprint.unexpected)} tensors that "
             f"{type(blueprint.model).__name__} does not use: "
-            f"{', '.join(blueprint.unexpected[:_MOST_NAMES])}",
+            f"{', '.join(blueprint.unexpected[:_MAX_NAMES])}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -272,7 +289,7 @@ def from_pretrained(
 
 
 def _fill(slot: Slot, device: torch.device, options: ModelOptions) -> None:
-    """Read this rank's part of a parameter, and pack it for the linear layers that have it."""
+    """Read the local shard of a parameter, and pack it for its linear layers."""
     layers = [
         (module, name)
         for module, name in slot.owners
@@ -290,23 +307,23 @@ def _fill(slot: Slot, device: torch.device, options: ModelOptions) -> None:
 
 
 def _packed_integers(slot: Slot, device: torch.device) -> torch.Tensor | None:
-    """Return this rank's part packed from the checkpoint's integers, or None if they are not
-    readable as such or cannot be packed."""
-    [part, *others] = slot.parts()
-    fits = device.type == "cpu" and slot.parameter.dtype != torch.float64 and part.size
-    found = slot.stored.read_integers(part) if fits and not others else None
-    if found is None:
+    """Return the local shard, packed from the integers in the checkpoint, or None if the checkpoint
+    does not store it as integers or it cannot be packed."""
+    [box, *more] = slot.boxes()
+    can_pack = device.type == "cpu" and slot.parameter.dtype != torch.float64 and box.size
+    stored = slot.stored.read_integers(box) if can_pack and not more else None
+    if stored is None:
         return None
-    integers, scales = found
+    integers, scales = stored
     check_finite(scales, slot.name)
     return pack_integers(integers.t(), scales.t())
 
 
 def _read(slot: Slot, device: torch.device) -> None:
-    """Give a parameter memory and read this rank's part into it."""
+    """Allocate a parameter, and read the local shard into it."""
     empty = slot.parameter
     local = torch.empty(slot.local_shape(), dtype=empty.dtype, device=device)
-    chunks = [(slot.parts()[0], local)] if slot.split is None else slot.split.chunks(local)
+    chunks = [(slot.boxes()[0], local)] if slot.split is None else slot.split.chunks(local)
     for box, chunk in chunks:
         slot.stored.read(box, chunk)
     value = local
@@ -328,8 +345,8 @@ def _read(slot: Slot, device: torch.device) -> None:
 
 
 def _restore_buffers(model: nn.Module, stored: Mapping[str, StoredTensor]) -> None:
-    """Read the buffers that are stored, and make the rotary embeddings again on the default device:
-    no state dict has theirs."""
+    """Read the stored buffers, and recreate the rotary embeddings on the default device. State
+    dicts do not contain their buffers."""
     for name, source in stored.items():
         parent, _, attribute = name.rpartition(".")
         value = torch.empty(source.shape, dtype=model.get_buffer(name).dtype)

@@ -1,9 +1,9 @@
-"""How a checkpoint is split over ranks, without any ranks; and files with each rank's shard.
+"""Plan how a checkpoint is split over ranks, without starting ranks, and write one file per rank.
 
-A parameter that is not split is in the file of rank 0 alone, and tied weights are stored once, so
-the files have together the size of the model. They are written next to their final place and moved
-when all are complete, the index last: a folder that was left half-way has no index, and is not
-loaded.
+The file of rank 0 also holds the replicated parameters, and tied weights are stored once. All files
+together are therefore as large as the model. They are written to a temporary folder inside the
+output folder and moved when complete, the index last. After an interruption the folder contains no
+index, so it cannot be loaded.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from torch import nn
 
 from tpkernels.common import dtypes
 from tpkernels.common.shards import shard_sizes
-from tpkernels.nn.sharding import Box, Sharding, planned
+from tpkernels.nn.sharding import Box, Sharding, placeholder_group
 from tpkernels.parallel import plans
-from tpkernels.parallel.checkpoints import FORMAT, INDEX, SINGLE, open_checkpoint, package
+from tpkernels.parallel.checkpoints import FORMAT, INDEX, SINGLE, import_package, open_checkpoint
 from tpkernels.parallel.options import ModelOptions
-from tpkernels.parallel.pretrained import Blueprint, Slot, draw
+from tpkernels.parallel.pretrained import Blueprint, Slot, make_blueprint
 
-_COPIED = {".json", ".model", ".txt", ".jinja"}  # of a folder: tokenizer, generation config
-_OLD = "model-*-of-*.safetensors"  # ours and those of transformers
+_COPIED = {".json", ".model", ".txt", ".jinja"}  # copied files: tokenizer, generation config
+_OLD_FILES = "model-*-of-*.safetensors"  # weight files of tpkernels and of transformers
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """How the parameters of the checkpoint at ``path`` are split over ``ranks`` ranks."""
+    """Split of the parameters of the checkpoint at ``path`` over ``ranks`` ranks."""
 
     path: Path
     ranks: int
@@ -44,7 +44,7 @@ class ShardPlan:
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """Return the parameters, tied ones once."""
+        """Return the parameters; tied parameters appear once."""
         return self.blueprint.slots
 
     def shapes(self, slot: Slot) -> list[tuple[int, ...]]:
@@ -52,13 +52,13 @@ class ShardPlan:
         return [slot.local_shape(rank) for rank in range(self.ranks)]
 
     def nbytes(self, rank: int) -> int:
-        """Count the bytes of the parameters that a rank holds."""
+        """Return the size in bytes of the parameters on a rank."""
         return sum(
             prod(slot.local_shape(rank)) * slot.parameter.dtype.itemsize for slot in self.slots
         )
 
-    def without(self) -> dict[int, list[str]]:
-        """Name the parameters of which a rank has nothing, by the rank."""
+    def empty_parameters(self) -> dict[int, list[str]]:
+        """Return the parameters with empty shards, by rank."""
         names = {
             rank: [slot.name for slot in self.slots if not prod(slot.local_shape(rank))]
             for rank in range(self.ranks)
@@ -66,7 +66,7 @@ class ShardPlan:
         return {rank: missing for rank, missing in names.items() if missing}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as JSON values; shapes and dims as in the checkpoint."""
+        """Return the plan as JSON values. Shapes and dims are those of the checkpoint tensors."""
         return {
             "model": str(self.path),
             "tp": self.ranks,
@@ -93,8 +93,8 @@ def plan_shards(
     expert_parallel: bool = False,
     dtype: torch.dtype | None = None,
 ) -> ShardPlan:
-    """Plan how `tpkernels.from_pretrained` splits a checkpoint, without weights or ranks. The
-    arguments are its own, and so are the errors."""
+    """Plan how `tpkernels.from_pretrained` splits a checkpoint, without reading weights or starting
+    ranks. Arguments and errors are described there."""
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}; pass at least 1")
     options = ModelOptions(
@@ -102,10 +102,12 @@ def plan_shards(
     )
 
     def split(model: nn.Module) -> nn.Module:
-        plans.apply(model, planned(ranks), options)
+        plans.apply(model, placeholder_group(ranks), options)
         return model
 
-    blueprint = draw(open_checkpoint(path), dtype, split, any_architecture=plan is not None)
+    blueprint = make_blueprint(
+        open_checkpoint(path), dtype, split, any_architecture=plan is not None
+    )
     return ShardPlan(Path(path), ranks, blueprint)
 
 
@@ -116,18 +118,25 @@ def write_shards(
     force: bool = False,
     progress: Callable[[int], None] = lambda rank: None,
 ) -> list[Path]:
-    """Write each rank's shard to a file in the folder ``out``, with an index, the configuration and
-    the tokenizer's files, and return the files with weights. `tpkernels.from_pretrained` reads the
-    folder on any number of ranks. Needs memory for one shard. ``progress`` gets each rank before
-    its file is written.
+    """Write the shard of each rank to a file in the folder ``out``, with an index, the
+    configuration and the tokenizer files.
+
+    `tpkernels.from_pretrained` reads the folder on any number of ranks. Needs memory for one shard.
+
+    Args:
+        progress: called with each rank before its file is written.
+
+    Returns:
+        The files with weights.
 
     Raises:
-        FileExistsError: there is a model in ``out``, and ``force`` is not set.
-        ValueError: ``out`` is where the checkpoint is, or a file of that is truncated.
+        FileExistsError: ``out`` contains a model, and ``force`` is not set.
+        ValueError: ``out`` is the folder of the checkpoint, or a file of the checkpoint is
+            truncated.
         OSError: writing failed.
     """
     folder = Path(out)
-    package("safetensors.torch")
+    import_package("safetensors.torch")
     if plan.path.is_dir() and folder.exists() and folder.samefile(plan.path):
         raise ValueError(
             f"{folder} is the folder of the checkpoint; choose a different output folder"
@@ -140,69 +149,72 @@ def write_shards(
         )
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as temporary:
-        partial = Path(temporary)
-        _copy_other_files(plan, partial)
-        files = _write_weights(plan, partial, progress)
+        staging = Path(temporary)
+        _copy_metadata(plan, staging)
+        files = _write_weights(plan, staging, progress)
         (folder / INDEX).unlink(missing_ok=True)
-        for old in (folder / SINGLE, *folder.glob(_OLD)):
+        for old in (folder / SINGLE, *folder.glob(_OLD_FILES)):
             old.unlink(missing_ok=True)
-        for new in sorted(partial.iterdir(), key=lambda path: path.name == INDEX):
+        for new in sorted(staging.iterdir(), key=lambda path: path.name == INDEX):
             os.replace(new, folder / new.name)
     return [folder / file for file in files]
 
 
-def _copy_other_files(plan: ShardPlan, partial: Path) -> None:
+def _copy_metadata(plan: ShardPlan, staging: Path) -> None:
     if plan.path.is_dir():
         for file in plan.path.iterdir():
             if file.is_file() and file.suffix in _COPIED and not file.name.endswith(".index.json"):
-                shutil.copyfile(file, partial / file.name)
+                shutil.copyfile(file, staging / file.name)
     else:
-        tokenizers, path = package("transformers").AutoTokenizer, plan.path
-        with contextlib.suppress(OSError, ValueError, KeyError, ImportError):  # it has none
-            tokenizers.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(partial)
-    plan.blueprint.model.config.save_pretrained(partial)  # with the dtype that is written
+        tokenizers, path = import_package("transformers").AutoTokenizer, plan.path
+        # The GGUF file may contain no tokenizer.
+        with contextlib.suppress(OSError, ValueError, KeyError, ImportError):
+            tokenizers.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(staging)
+    plan.blueprint.model.config.save_pretrained(staging)  # with the written dtype
 
 
-def _write_weights(plan: ShardPlan, partial: Path, progress: Callable[[int], None]) -> list[str]:
-    """Write the shards and the index; return the names of the files with weights."""
-    save_file = package("safetensors.torch").save_file
+def _write_weights(plan: ShardPlan, staging: Path, progress: Callable[[int], None]) -> list[str]:
+    """Write the shards and the index. Returns the names of the files with weights."""
+    save_file = import_package("safetensors.torch").save_file
     model, buffers = plan.blueprint.model, plan.blueprint.buffers
     tensors = [(slot.name, slot.stored, slot.parameter.dtype, slot.split) for slot in plan.slots]
     tensors += [
         (name, stored, model.get_buffer(name).dtype, None) for name, stored in buffers.items()
     ]
-    places: dict[str, list[dict[str, Any]]] = {name: [] for name, *_ in tensors}
+    weight_map: dict[str, list[dict[str, Any]]] = {name: [] for name, *_ in tensors}
     files, total = [], 0
     for rank in range(plan.ranks):
         progress(rank)
         file = f"model-rank-{rank:05}-of-{plan.ranks:05}.safetensors"
         shard: dict[str, torch.Tensor] = {}
         for name, stored, dtype, split in tensors:
-            part = _share(stored.shape, split, rank)
-            if part is not None:
-                shard[name] = torch.empty(part.shape, dtype=dtype)
-                stored.read(part, shard[name])
-                places[name].append({"file": file, "offsets": list(part.offsets)})
-        save_file(shard, partial / file, metadata={"format": "pt"})
+            box = _file_box(stored.shape, split, rank)
+            if box is not None:
+                shard[name] = torch.empty(box.shape, dtype=dtype)
+                stored.read(box, shard[name])
+                weight_map[name].append({"file": file, "offsets": list(box.offsets)})
+        save_file(shard, staging / file, metadata={"format": "pt"})
         total += sum(tensor.nbytes for tensor in shard.values())
         files.append(file)
     index = {
         "metadata": {"format": FORMAT, "ranks": plan.ranks, "total_size": total},
-        "weight_map": places,
+        "weight_map": weight_map,
         "shapes": {name: list(stored.shape) for name, stored, *_ in tensors},
     }
-    (partial / INDEX).write_text(json.dumps(index, indent=1))
+    (staging / INDEX).write_text(json.dumps(index, indent=1))
     return files
 
 
-def _share(shape: tuple[int, ...], split: Sharding | None, rank: int) -> Box | None:
-    """Return the part of a tensor that is in the file of a rank: what the rank holds if that is one
-    range of its own, else a share of a balanced split. None if a split leaves the rank nothing, or
-    if the tensor is not split and the rank not 0."""
+def _file_box(shape: tuple[int, ...], split: Sharding | None, rank: int) -> Box | None:
+    """Return the box of a tensor in the file of a rank, or None if the file does not contain it.
+
+    Replicated tensors are in the file of rank 0. If the ranks' shards are consecutive ranges, a
+    file holds the shard of its rank, otherwise a balanced slice.
+    """
     if split is None:
         return None if rank else Box.full(shape)
     if not split.in_order:
         sizes = shard_sizes(split.total, len(split.ranges))
         split = Sharding.packed(split.dim, [sizes])
-    [part] = split.boxes(shape, rank)
-    return part if part.size else None
+    [box] = split.boxes(shape, rank)
+    return box if box.size else None

@@ -1,1 +1,1 @@
-"""Which algorithm a call runs: problems, plans, measured times. Pure, but for the file of times."""
+"""Select the algorithm of a call: problems, plans, measured times. Pure, except for `store`."""

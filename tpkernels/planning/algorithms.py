@@ -1,9 +1,8 @@
-"""The algorithms: one record each of what an algorithm does and what it needs; and how many
-bytes of a rank's data buffers a call on CPU tensors uses per step. The numbers are the same on all
-ranks.
+"""One record per algorithm with its properties and requirements, and the data buffer bytes that a
+step of a call on CPU tensors uses. The byte counts are identical on all ranks.
 
-Planning, checks, the backward passes and the CLI ask these records instead of comparing names. The
-code of an algorithm is attached to its name in `backends`.
+Planning, checks, backward passes and the CLI read these records instead of comparing names.
+`backends` maps the names to implementations.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from tpkernels.common.integers import ceil_div, round_up
 from tpkernels.planning.op_spec import OPS, RoutedOptions
 from tpkernels.planning.problem import Problem
 
-LINE_BYTES = 64  # parts of a step are aligned to cache lines
-# Bytes per rank of the chunks in which `direct` moves large tensors: `kLimits` in
+LINE_BYTES = 64  # cache line; alignment of the segments of a step
+# Chunk size of `direct` for large tensors, in bytes per rank: `kChunkBytes` in
 # csrc/host/collectives.h.
 _CHUNK_BYTES = 512 << 10
 _SLACK_BYTES = 4 << 10
@@ -25,15 +24,15 @@ _HIERARCHICAL_CHUNK_BYTES = 1 << 20  # untuned
 
 
 def bytes_per_row(problem: Problem) -> int:
-    """Return the bytes of a data buffer that one row of each rank takes in a step of `pipelined`,
-    and of routed tokens in one of `direct`."""
+    """Return the data buffer bytes for one row of every rank, in a step of `pipelined` or, for
+    routed tokens, of `direct`."""
     width, world = problem.shape[-1], problem.world
     if isinstance(problem.options, RoutedOptions):
-        each = world * problem.options.top_k if problem.spec.combines else 1
-        return each * width * problem.dtype.itemsize
+        slots = world * problem.options.top_k if problem.spec.combines else 1
+        return slots * width * problem.dtype.itemsize
     if problem.spec.gathers:
         return width * problem.dtype.itemsize
-    if problem.dim is None:  # partials, and sums of 4 bytes an element, or 8 in float64
+    if problem.dim is None:  # partial sums, and results of 4 bytes per element (float64: 8)
         return world * width * (problem.dtype.itemsize + max(4, problem.dtype.itemsize))
     if problem.dim == len(problem.shape) - 1:
         width = max(problem.sizes)
@@ -41,13 +40,13 @@ def bytes_per_row(problem: Problem) -> int:
 
 
 def step_rows(problem: Problem, workspace_bytes: int) -> int:
-    """Return the rows of each rank that fit into a step of `pipelined`."""
+    """Return the number of rows per rank that fit into a step of `pipelined`."""
     return (workspace_bytes - 2 * problem.world * LINE_BYTES) // max(bytes_per_row(problem), 1)
 
 
 def _pipelined_bytes(problem: Problem, workspace_bytes: int) -> int:
-    """Return the bytes of a data buffer that one step of `pipelined` uses."""
-    rows = problem.rows  # of the largest shard
+    """Return the data buffer bytes that one step of `pipelined` uses."""
+    rows = problem.rows  # rows of the largest shard
     if problem.dim is None:
         rows = ceil_div(rows, problem.world)
     elif problem.dim < len(problem.shape) - 1:
@@ -58,74 +57,77 @@ def _pipelined_bytes(problem: Problem, workspace_bytes: int) -> int:
 
 
 def chunk_bytes(problem: Problem, workspace_bytes: int) -> int:
-    """Return the bytes for each rank of a step of `hierarchical` without a matmul; a multiple of
-    all sizes of elements."""
-    fitting = workspace_bytes // problem.world // LINE_BYTES * LINE_BYTES
-    return max(LINE_BYTES, min(_HIERARCHICAL_CHUNK_BYTES, fitting))
+    """Return the bytes per rank in a step of `hierarchical` without a matmul. They are a multiple
+    of every element size."""
+    limit = workspace_bytes // problem.world // LINE_BYTES * LINE_BYTES
+    return max(LINE_BYTES, min(_HIERARCHICAL_CHUNK_BYTES, limit))
 
 
 def _hierarchical_rows(problem: Problem, workspace_bytes: int) -> int:
-    """Return the rows of each rank in a step of `hierarchical`, which splits no row of a matmul.
-    Elements alone can always be split."""
+    """Return the number of rows per rank that fit into a step of `hierarchical`. It does not split
+    a row of a matmul. Without a matmul it can split at any element, so the result is 1."""
     return step_rows(problem, workspace_bytes) if problem.spec.has_matmul else 1
 
 
 def _hierarchical_bytes(problem: Problem, workspace_bytes: int) -> int:
-    """Return an upper bound of the bytes: those of a host that has all ranks."""
+    """Return an upper bound: the bytes that a step would use if one host had all ranks."""
     if problem.spec.has_matmul:
         return _pipelined_bytes(problem, workspace_bytes)
-    each = min(problem.nbytes, chunk_bytes(problem, workspace_bytes))
-    return problem.world * round_up(each, LINE_BYTES)
+    chunk = min(problem.nbytes, chunk_bytes(problem, workspace_bytes))
+    return problem.world * round_up(chunk, LINE_BYTES)
 
 
 def _direct_rows(problem: Problem, workspace_bytes: int) -> int:
-    """Return the rows of each rank in a step of `direct`, which splits no token's."""
+    """Return the number of rows per rank that fit into a step of `direct`. It does not split the
+    row of a token. Without routed tokens it can split at any element, so the result is 1."""
     if not problem.spec.routed:
         return 1
     return (workspace_bytes - _SLACK_BYTES) // bytes_per_row(problem)
 
 
 def _direct_bytes(problem: Problem, workspace_bytes: int) -> int:
-    """Return the bytes of chunks of the tensor and of sums, at 4 bytes an element, or 8 in
-    float64; of routed tokens, those of chunks of their rows."""
+    """Return the bytes for chunks of the tensor and of the reduced results (4 bytes per element,
+    float64: 8). For routed tokens: the bytes for chunks of token rows."""
     if problem.spec.routed:
-        each = bytes_per_row(problem)
+        row = bytes_per_row(problem)
         chunk = _CHUNK_BYTES * problem.world
-        return max(each, min(max(problem.sizes) * each, chunk, workspace_bytes)) + _SLACK_BYTES
-    with_sums = 1 + ceil_div(max(4, problem.dtype.itemsize), problem.dtype.itemsize)
-    moved = min(problem.nbytes, _CHUNK_BYTES * problem.world)
-    return moved * with_sums + _SLACK_BYTES
+        return max(row, min(max(problem.sizes) * row, chunk, workspace_bytes)) + _SLACK_BYTES
+    copies = 1 + ceil_div(max(4, problem.dtype.itemsize), problem.dtype.itemsize)
+    chunk = min(problem.nbytes, _CHUNK_BYTES * problem.world)
+    return chunk * copies + _SLACK_BYTES
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What an algorithm does and what it needs; sets and keys are of device types."""
+    """Properties and requirements of an algorithm. Keys of mappings and elements of sets are device
+    types."""
 
     name: str
-    splits_matmul: bool = False  #: by rank, so it cannot gather the dim that the matmul sums over
-    overlaps_matmul: bool = False  #: has nothing to do for an op without a matmul
-    needs_shared_memory: bool = False  #: every rank reads or writes its peers' memory
+    #: Splits the matmul by rank, so it cannot gather the dim that the matmul reduces (K).
+    splits_matmul: bool = False
+    overlaps_matmul: bool = False  #: supports only ops with a matmul
+    needs_shared_memory: bool = False  #: every rank reads or writes memory of its peers
     #: For groups that span hosts; uses memory shared within a host.
     spans_hosts: bool = False
-    any_order: bool = False  #: may sum in another order than the ranks', where numerics permits
-    sends: bool = False  #: by sends and receives of the process group
+    any_order: bool = False  #: may reduce in an order other than rank order, if numerics permits
+    sends: bool = False  #: uses point-to-point sends and receives of the process group
     plain_weights: bool = False  #: supports plain weights only, without scales
-    unbounded: bool = False  #: its waits have no deadline, so ``auto`` never takes it
-    #: The collectives that it has no function for.
-    lacks: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    #: "Triton" or "CUDA", of our own; "multicast", torch's multimem ops.
+    unbounded: bool = False  #: waits have no deadline, so ``auto`` never selects it
+    #: The ops that it does not implement.
+    unsupported_ops: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    #: "Triton" or "CUDA": kernels of this package. "multicast": the torch multimem ops.
     kernels: Mapping[str, str] = field(default_factory=dict)
-    #: By op, kernels that it also uses on CUDA tensors where they load.
+    #: By op: kernels that it also uses on CUDA tensors if they load.
     optional_kernels: Mapping[str, str] = field(default_factory=dict)
-    #: Moves whole rows, so that it can split a product's dims but the last, else dim 0 only, and
-    #: accumulates in float32.
-    whole_rows: frozenset[str] = frozenset()
-    #: Runs in Triton's interpreter, so ``auto`` never takes it.
+    #: Moves full rows and accumulates in float32. Of an unscaled matmul it can split any dim except
+    #: the last, otherwise only dim 0.
+    moves_full_rows: frozenset[str] = frozenset()
+    #: Runs in the Triton interpreter, so ``auto`` never selects it.
     interpreted: frozenset[str] = frozenset()
-    #: Bytes that a call on CPU tensors uses of each data buffer, given the limit; with less it
-    #: takes more steps.
+    #: Bytes of each data buffer that a call on CPU tensors uses, given the limit. A lower limit
+    #: means more steps.
     workspace_bytes: Callable[[Problem, int], int] = lambda problem, limit: 0
-    #: Rows of each rank that fit a step of a call on CPU tensors; None: every call fits.
+    #: Number of rows per rank that fit into a step of a call on CPU tensors. None: every call fits.
     step_rows: Callable[[Problem, int], int] | None = None
 
 
@@ -135,14 +137,17 @@ _ALL_TO_ALLS = _ROUTED | _ALL_TO_ALL
 _RECORDS = (
     Algorithm("unfused", any_order=True),
     Algorithm(
-        "ring", splits_matmul=True, sends=True, lacks=dict.fromkeys(("cpu", "cuda"), _ROUTED)
+        "ring",
+        splits_matmul=True,
+        sends=True,
+        unsupported_ops=dict.fromkeys(("cpu", "cuda"), _ROUTED),
     ),
     Algorithm(
         "direct",
         needs_shared_memory=True,
-        lacks={"cuda": _ALL_TO_ALL},
+        unsupported_ops={"cuda": _ALL_TO_ALL},
         kernels={"cuda": "CUDA"},
-        whole_rows=frozenset({"cuda"}),
+        moves_full_rows=frozenset({"cuda"}),
         workspace_bytes=_direct_bytes,
         step_rows=_direct_rows,
     ),
@@ -150,10 +155,10 @@ _RECORDS = (
         "multimem",
         needs_shared_memory=True,
         any_order=True,
-        lacks={"cpu": frozenset(OPS), "cuda": _ALL_TO_ALLS},
+        unsupported_ops={"cpu": frozenset(OPS), "cuda": _ALL_TO_ALLS},
         kernels={"cuda": "multicast"},
         unbounded=True,
-        whole_rows=frozenset({"cuda"}),
+        moves_full_rows=frozenset({"cuda"}),
     ),
     Algorithm(
         "pipelined",
@@ -161,7 +166,7 @@ _RECORDS = (
         overlaps_matmul=True,
         needs_shared_memory=True,
         kernels={"cuda": "CUDA"},
-        whole_rows=frozenset({"cuda"}),
+        moves_full_rows=frozenset({"cuda"}),
         workspace_bytes=_pipelined_bytes,
         step_rows=step_rows,
     ),
@@ -172,8 +177,8 @@ _RECORDS = (
         overlaps_matmul=True,
         needs_shared_memory=True,
         kernels={"cpu": "Triton", "cuda": "Triton"},
-        optional_kernels={"all_gather_matmul": "CUDA"},  # copy engines may bring the rows
-        whole_rows=frozenset({"cpu", "cuda"}),
+        optional_kernels={"all_gather_matmul": "CUDA"},  # copy engines may gather the rows
+        moves_full_rows=frozenset({"cpu", "cuda"}),
         interpreted=frozenset({"cpu"}),
     ),
     Algorithm(
@@ -181,7 +186,7 @@ _RECORDS = (
         splits_matmul=True,
         spans_hosts=True,
         sends=True,
-        lacks={"cpu": _ALL_TO_ALLS, "cuda": frozenset(OPS)},
+        unsupported_ops={"cpu": _ALL_TO_ALLS, "cuda": frozenset(OPS)},
         workspace_bytes=_hierarchical_bytes,
         step_rows=_hierarchical_rows,
     ),
@@ -190,6 +195,6 @@ ALGORITHMS: Mapping[str, Algorithm] = {record.name: record for record in _RECORD
 
 
 def check_algorithm(name: str) -> None:
-    """Raise ``ValueError`` for a name that is no algorithm of this package."""
+    """Raise ``ValueError`` if ``name`` is not an algorithm of this package."""
     if name not in ALGORITHMS:
         raise ValueError(f"unknown algorithm '{name}'; choose from auto, {', '.join(ALGORITHMS)}")

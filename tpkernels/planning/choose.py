@@ -1,7 +1,7 @@
-"""Which algorithm a call runs: Problem -> Plan. Pure: touches no device and communicates nothing.
+"""Select the algorithm of a call: Problem -> Plan. Pure: accesses no device, does not communicate.
 
-Every input is the same on all ranks, so all ranks choose alike: the problem, the group's means, and
-rank 0's table of measured times (`Group.tuned`).
+Every input is identical on all ranks, so all ranks select the same algorithm. The inputs are the
+problem, the capabilities of the group, and the timing table of rank 0 (`Group.timing_table`).
 """
 
 from __future__ import annotations
@@ -27,34 +27,35 @@ from tpkernels.planning.problem import ORDERED, VENDOR, Problem
 from tpkernels.planning.qualification import Qualification
 from tpkernels.planning.table import Table
 
-# Where one algorithm becomes faster than another, before anything was measured on the machine.
+# Default crossover points between algorithms, for machines without measured times.
 
 # Minimum bytes of the communicated tensor, and rows per rank of the matmul, at which `ring` beats
-# `unfused` between ranks that share no memory. Smaller tensors are bound by latency, and `ring`
+# `unfused` between ranks that do not share memory. Smaller tensors are bound by latency, and `ring`
 # sends more messages. AMD EPYC Zen 3, 2 cores, 2 to 4 network namespaces, gloo, 2026-11-21: `python
 # -m benchmarks.hosts` (benchmarks/results/cpu-2core-zen3-hosts.md).
-# From there on `hierarchical` is 1.01x to 1.68x as fast as `unfused` and 1.00x to 1.27x as fast as
-# `ring` for ops with a matmul. AMD EPYC Zen 4, 2 cores, 2 network namespaces of 2 ranks, gloo,
-# 2026-11-22: the same command (benchmarks/results/cpu-2core-hierarchical.md).
+# Above the same limits, for ops with a matmul, `hierarchical` is 1.01x to 1.68x as fast as
+# `unfused` and 1.00x to 1.27x as fast as `ring`. AMD EPYC Zen 4, 2 cores, 2 network namespaces of 2
+# ranks, gloo, 2026-11-22: `python -m benchmarks.hosts`
+# (benchmarks/results/cpu-2core-hierarchical.md).
 RING_MIN_BYTES = 8 << 20
 RING_MIN_ROWS = 256
 
-# Fewest rows of a rank with which a split is tried. With fewer, the time is that of streaming the
-# weight, once for each part.
-TRIED_MIN_ROWS = 16
+# Minimum rows per rank at which the tuner times a split matmul. With fewer rows the matmul is bound
+# by streaming the weight, and a split streams it once per chunk.
+TUNED_SPLIT_MIN_ROWS = 16
 
 
-# Fewest rows per rank from which `pipelined` splits the matmul on CPUs that share memory. With
-# fewer rows the matmul is bound by streaming the weight, and a split streams it once per part.
-# `direct` multiplies like `unfused` and communicates in less time, so it is the choice wherever a
-# split might not pay off. The time of `pipelined` over that of `direct`, 2 ranks x 1 thread, bf16:
+# Minimum rows per rank at which `auto` selects `pipelined` on CPUs that share memory. With fewer
+# rows the matmul is bound by streaming the weight, and a split streams it once per chunk. `direct`
+# runs the same matmul as `unfused` and communicates in less time. It is therefore the default
+# unless a split clearly pays off. Time of `pipelined` / time of `direct`, 2 ranks x 1 thread, bf16:
 #   rows per rank   256            512            1024           2048
 #   Zen 1           1.04 to 1.09                  0.93 to 0.96
 #   Zen 4           1.03 to 1.21   0.73 to 1.11   0.90 to 1.06
 #   Zen 5                                         0.99 to 1.06   0.99 to 1.06
 #   Xeon, AMX       1.14 to 1.18   1.06 to 1.12   1.00           0.88
-# Before an all-reduce, whose results are copied between the ranks in any case, it is 0.93 on Zen 1,
-# but 1.04 to 1.13 on Zen 5.
+# Before an all-reduce the ratio is 0.93 on Zen 1, but 1.04 to 1.13 on Zen 5. There the ranks copy
+# the results from each other in any case.
 # AMD EPYC Zen 1, bf16 and fp32, geometric means by op, 2026-11-27
 # (benchmarks/results/cpu-2core-auto-rules.md). Zen 4, 2026-11-22, and Zen 5, 2026-11-23
 # (benchmarks/results/cpu-2core-auto.md). Intel Xeon with AMX, 480 MB L3, 2026-11, (M, 4096, 4096):
@@ -64,186 +65,195 @@ PIPELINED_MIN_ROWS = 1024
 
 @dataclass(frozen=True)
 class Plan:
-    """The choice, the reason for it, and how the call identifies itself to peers. ``numerics`` says
-    how a reduction sums: `unfused` can leave that to the process group; `multimem`, to the
-    switch."""
+    """The selected algorithm, the reason, and the signature that identifies the call to peers.
+    ``numerics`` is the summation order of a reduction. With `VENDOR`, `unfused` uses the order of
+    the process group and `multimem` the order of the switch."""
 
     algorithm: str
     reason: str
-    text: str = field(repr=False)
+    description: str = field(repr=False)
     signature: int = field(repr=False)
     numerics: str = ORDERED
 
 
-NOTHING_TUNED = Table()
-_SWITCH_SUMS = (torch.float32, torch.bfloat16)  # by torch's multimem ops
-_ONE_PRODUCT = "a scaled matmul is not split, because each chunk would convert the weight again"
-_SUMS = {
+EMPTY_TABLE = Table()
+_MULTIMEM_DTYPES = (torch.float32, torch.bfloat16)  # dtypes that the torch multimem ops reduce
+_SCALED_NOT_SPLIT = (
+    "a scaled matmul is not split, because each chunk would convert the weight again"
+)
+_SUMMATION = {
     VENDOR: "numerics 'vendor': reduced by the process group",
     ORDERED: "numerics 'ordered': reduced in fp32, in rank order",
 }
 
 
 @dataclass(frozen=True)
-class Means:
-    """What a group offers its calls; the same on all ranks."""
+class Capabilities:
+    """Capabilities of a group. Identical on all ranks."""
 
-    shared_memory: bool  #: all ranks of the group can map each other's memory
-    workspace_bytes: int = defaults.WORKSPACE_BYTES  #: the limit of each of two data buffers
-    #: Algorithm name -> why it cannot run here.
+    shared_memory: bool  #: all ranks of the group can map the memory of all peers
+    workspace_bytes: int = defaults.WORKSPACE_BYTES  #: limit for each of the two data buffers
+    #: Algorithm name -> reason why it cannot run on this machine.
     unsupported: Mapping[str, str] = field(default_factory=dict)
-    why_no_node: str | None = None  #: what the group lacks for `hierarchical`; None: nothing
-    qualification: Qualification = field(
-        default_factory=Qualification
-    )  #: what "auto" may take on CUDA tensors
+    no_node_reason: str | None = None  #: reason why `hierarchical` cannot run, or None
+    #: Variants that "auto" may select on CUDA tensors.
+    qualification: Qualification = field(default_factory=Qualification)
 
 
 def choose(
     problem: Problem,
-    means: Means,
+    capabilities: Capabilities,
     *,
     requested: str = "auto",
-    tuned: Table = NOTHING_TUNED,
+    tuned: Table = EMPTY_TABLE,
     captured: bool = False,
 ) -> Plan:
     """Return the plan for ``problem``.
 
     Args:
-        requested: an algorithm's name, or "auto".
-        tuned: measured times, the same on all ranks. Where they show another algorithm to be
-            clearly faster than the one the thresholds give, "auto" takes the fastest.
-        captured: the call is recorded in a CUDA graph, and goes by the times taken in graphs.
+        requested: the name of an algorithm, or "auto".
+        tuned: measured times, identical on all ranks. "auto" selects the fastest algorithm if the
+            times show that it is clearly faster than the default of the thresholds.
+        captured: the call is captured in a CUDA graph; use the times measured in graphs.
 
     Raises:
         ValueError: ``requested`` is not an algorithm.
-        NotImplementedError: the requested algorithm cannot run this problem; the message says
-            what it needs.
+        NotImplementedError: the requested algorithm cannot run this problem. The message contains
+            the requirement.
     """
     if requested != "auto":
         check_algorithm(requested)
-        reason = _unsupported(problem, requested, means)
+        reason = _find_obstacle(problem, requested, capabilities)
         if reason is not None:
             raise NotImplementedError(f"algorithm '{requested}' of {problem.op} {reason}")
-        return _plan(problem, requested, "requested")
-    ruled = _by_rule(problem, means)
-    if ruled[0] in means.unsupported:
-        ruled = "unfused", f"'{ruled[0]}' {means.unsupported[ruled[0]]}"
+        return _make_plan(problem, requested, "requested")
+    default = _choose_by_rule(problem, capabilities)
+    if default[0] in capabilities.unsupported:
+        default = "unfused", f"'{default[0]}' {capabilities.unsupported[default[0]]}"
     if tuned.measurements and problem.world > 1 and problem.tuning_key is not None:
         series, extent = problem.tuning_key
         series = series.captured if captured else series
-        measured = tuned.choice(series, extent, candidates(problem, means), default=ruled[0])
+        measured = tuned.select(
+            series, extent, candidates(problem, capabilities), default=default[0]
+        )
         if measured is not None:
-            return _plan(problem, *measured)
-    return _plan(problem, *ruled)
+            return _make_plan(problem, *measured)
+    return _make_plan(problem, *default)
 
 
-def _by_rule(problem: Problem, means: Means) -> tuple[str, str]:
-    """Return the algorithm that the thresholds alone give, and why."""
+def _choose_by_rule(problem: Problem, capabilities: Capabilities) -> tuple[str, str]:
+    """Return the default algorithm according to the thresholds, and the reason."""
     if problem.world == 1:
-        # `direct` then moves nothing either, and runs without Python.
-        name = "direct" if problem.device == "cpu" and means.shared_memory else "unfused"
+        # With one rank `direct` moves no data either, and it runs without Python.
+        name = "direct" if problem.device == "cpu" and capabilities.shared_memory else "unfused"
         return name, "one rank: nothing to communicate"
-    if not means.shared_memory:
-        return _across_hosts(problem, means)
+    if not capabilities.shared_memory:
+        return _choose_across_hosts(problem, capabilities)
     if problem.device == "cuda":
-        if not means.qualification.variants:
-            return "unfused", f"no other algorithm is qualified: {means.qualification.summary}"
+        if not capabilities.qualification.variants:
+            return (
+                "unfused",
+                f"no other algorithm is qualified: {capabilities.qualification.summary}",
+            )
         if isinstance(routed := problem.options, RoutedOptions) and routed.max_rows is not None:
-            reason = why_unqualified(problem, "direct", means)
-            reason = reason or _unsupported(problem, "direct", means)
+            reason = find_qualification_obstacle(problem, "direct", capabilities)
+            reason = reason or _find_obstacle(problem, "direct", capabilities)
             if reason is None:
                 return "direct", "with max_rows the host does not wait for token counts"
             return "unfused", f"direct {reason}"
         return "unfused", "no algorithm is known to be faster on this GPU"
     if not problem.spec.has_matmul:
-        reason = _unsupported(problem, "direct", means)
+        reason = _find_obstacle(problem, "direct", capabilities)
         if reason is not None:
             return "unfused", f"direct {reason}"
         return "direct", "no matmul to overlap with"
     if problem.spec.scaled:
-        return "direct", _ONE_PRODUCT
-    rows, most = _rows_per_part(problem), step_rows(problem, means.workspace_bytes)
-    reason = _unsupported(problem, "pipelined", means)
+        return "direct", _SCALED_NOT_SPLIT
+    rows, max_rows = _rows_per_chunk(problem), step_rows(problem, capabilities.workspace_bytes)
+    reason = _find_obstacle(problem, "pipelined", capabilities)
     if reason is not None:
         return "direct", f"pipelined {reason}"
     if rows < PIPELINED_MIN_ROWS:
         return "direct", f"{rows} rows per rank < {PIPELINED_MIN_ROWS}: the matmul is not split"
-    if most < PIPELINED_MIN_ROWS:
-        return "direct", f"the workspace holds {most} rows per rank < {PIPELINED_MIN_ROWS}"
+    if max_rows < PIPELINED_MIN_ROWS:
+        return "direct", f"the workspace holds {max_rows} rows per rank < {PIPELINED_MIN_ROWS}"
     if problem.dim is None:
         return "direct", "before an all-reduce, splitting the matmul is not faster"
     return "pipelined", f"{rows} rows per rank >= {PIPELINED_MIN_ROWS}"
 
 
-def candidates(problem: Problem, means: Means) -> list[str]:
-    """Return what "auto" may take: all that can run, except under Triton's interpreter, and that
-    is qualified, on CUDA tensors."""
+def candidates(problem: Problem, capabilities: Capabilities) -> list[str]:
+    """Return the algorithms that "auto" may select: supported, not in the Triton interpreter and,
+    on CUDA tensors, qualified."""
     return [
         name
-        for name, reason in unsupported_algorithms(problem, means).items()
+        for name, reason in unsupported_algorithms(problem, capabilities).items()
         if reason is None
         and problem.device not in ALGORITHMS[name].interpreted
-        and why_unqualified(problem, name, means) is None
+        and find_qualification_obstacle(problem, name, capabilities) is None
     ]
 
 
-def why_unqualified(problem: Problem, name: str, means: Means) -> str | None:
-    """Return why "auto" may not take an algorithm that has not proven itself, or that may wait for
-    ever; None: it may."""
+def find_qualification_obstacle(
+    problem: Problem, name: str, capabilities: Capabilities
+) -> str | None:
+    """Return the reason why "auto" may not select an algorithm on CUDA tensors: it is not qualified
+    or has no timeout. None if "auto" may select it."""
     if problem.device != "cuda" or problem.world == 1:
         return None
     if ALGORITHMS[name].unbounded:
         return "has no timeout, so it runs only if it is requested by name"
-    return means.qualification.why_not(problem.op, name)
+    return capabilities.qualification.reason_against(problem.op, name)
 
 
-def is_worth_trying(problem: Problem, name: str) -> bool:
-    """Return whether an algorithm that can run may be faster than others on CPU tensors. A scaled
-    product is not split: each part would convert the weight again."""
+def is_worth_timing(problem: Problem, name: str) -> bool:
+    """Return whether a supported algorithm can be the fastest on CPU tensors. A scaled matmul is
+    not split, because each chunk would convert the weight again."""
     if not (ALGORITHMS[name].splits_matmul and problem.spec.has_matmul):
         return True
-    return not problem.spec.scaled and _rows_per_part(problem) >= TRIED_MIN_ROWS
+    return not problem.spec.scaled and _rows_per_chunk(problem) >= TUNED_SPLIT_MIN_ROWS
 
 
-def _across_hosts(problem: Problem, means: Means) -> tuple[str, str]:
-    reason, rows = "the ranks do not share memory", _rows_per_part(problem)
+def _choose_across_hosts(problem: Problem, capabilities: Capabilities) -> tuple[str, str]:
+    reason, rows = "the ranks do not share memory", _rows_per_chunk(problem)
     if problem.device == "cuda":
         return "unfused", f"{reason}; no algorithm is known to be faster on this GPU"
     if problem.spec.scaled:
-        return "unfused", f"{reason}; {_ONE_PRODUCT}"
+        return "unfused", f"{reason}; {_SCALED_NOT_SPLIT}"
     if problem.spec.routed:
         return "unfused", reason
     if problem.nbytes < RING_MIN_BYTES:
         return "unfused", f"{reason}; {problem.nbytes} bytes < {RING_MIN_BYTES}"
     if problem.spec.has_matmul and rows < RING_MIN_ROWS:
         return "unfused", f"{reason}; {rows} rows per rank < {RING_MIN_ROWS}"
-    if problem.spec.has_matmul and _unsupported(problem, "hierarchical", means) is None:
+    if problem.spec.has_matmul and _find_obstacle(problem, "hierarchical", capabilities) is None:
         reason += ", except within a host"
         return "hierarchical", f"{reason}; {problem.nbytes} bytes >= {RING_MIN_BYTES}"
     if problem.op == "matmul_reduce_scatter":  # 0.88x to 1.13x as fast, with no trend
         return "unfused", f"{reason}; 'ring' was not faster in measurements"
-    if _unsupported(problem, "ring", means) is not None:
+    if _find_obstacle(problem, "ring", capabilities) is not None:
         return "unfused", f"{reason}; 'ring' cannot gather along K"
     return "ring", f"{reason}; {problem.nbytes} bytes >= {RING_MIN_BYTES}"
 
 
-def unsupported_algorithms(problem: Problem, means: Means) -> dict[str, str | None]:
-    """Return why each algorithm cannot run ``problem``; None: it can."""
-    return {name: _unsupported(problem, name, means) for name in ALGORITHMS}
+def unsupported_algorithms(problem: Problem, capabilities: Capabilities) -> dict[str, str | None]:
+    """Return, for each algorithm, the reason why it cannot run ``problem``, or None if it can."""
+    return {name: _find_obstacle(problem, name, capabilities) for name in ALGORITHMS}
 
 
-def _instead(problem: Problem, algorithm: Algorithm) -> str:
-    """Return what to use in place of an algorithm that lacks an op on a device type, as the end of
-    a message."""
-    other = "cpu" if problem.device == "cuda" else "cuda"
-    if problem.op in algorithm.lacks.get(other, ()):
+def _format_alternatives(problem: Problem, algorithm: Algorithm) -> str:
+    """Return the end of an error message: alternatives to an algorithm that does not implement an
+    op on a device type."""
+    device = "cpu" if problem.device == "cuda" else "cuda"
+    if problem.op in algorithm.unsupported_ops.get(device, ()):
         return ""
     hosts = "; across hosts use 'unfused' or 'ring'" if algorithm.spans_hosts else ""
-    return f", only on {other} tensors{hosts}"
+    return f", only on {device} tensors{hosts}"
 
 
-def _rows_per_part(problem: Problem) -> int:
-    """Return the rows of the smallest matmul after a split by rank, but for ranks without rows."""
+def _rows_per_chunk(problem: Problem) -> int:
+    """Return the rows of the smallest matmul after a split by rank. Ranks without rows do not
+    count."""
     if problem.dim is None:
         return problem.rows // problem.world
     if problem.dim == len(problem.shape) - 1:
@@ -253,36 +263,36 @@ def _rows_per_part(problem: Problem) -> int:
     )
 
 
-def _unsupported(problem: Problem, name: str, means: Means) -> str | None:
-    """Return why an algorithm cannot run ``problem``; None: it can."""
+def _find_obstacle(problem: Problem, name: str, capabilities: Capabilities) -> str | None:
+    """Return the reason why an algorithm cannot run ``problem``, or None if it can."""
     algorithm = ALGORITHMS[name]
     last = problem.dim == len(problem.shape) - 1
     if problem.spec.scaled and algorithm.plain_weights:
         return "does not support operands with scales"
-    if problem.op in algorithm.lacks.get(problem.device, ()):
-        instead = _instead(problem, algorithm)
-        return f"does not support {problem.op} on {problem.device} tensors{instead}"
-    by_switch = algorithm.kernels.get(problem.device) == "multicast"
-    if by_switch and problem.spec.reduces and problem.numerics == ORDERED:
+    if problem.op in algorithm.unsupported_ops.get(problem.device, ()):
+        alternatives = _format_alternatives(problem, algorithm)
+        return f"does not support {problem.op} on {problem.device} tensors{alternatives}"
+    uses_switch = algorithm.kernels.get(problem.device) == "multicast"
+    if uses_switch and problem.spec.reduces and problem.numerics == ORDERED:
         return "sums in the order of the switch, but numerics is 'ordered'"
-    if by_switch and problem.spec.reduces and problem.dtype not in _SWITCH_SUMS:
+    if uses_switch and problem.spec.reduces and problem.dtype not in _MULTIMEM_DTYPES:
         dtype = dtypes.name(problem.dtype)
         return f"sums only float32 and bfloat16 (with the torch multimem ops), not {dtype}"
     if algorithm.splits_matmul and problem.spec.has_matmul and problem.spec.gathers and last:
         return (
             "cannot gather the dim that the matmul sums over (K): it would round each partial sum"
         )
-    if algorithm.needs_shared_memory and not means.shared_memory:
+    if algorithm.needs_shared_memory and not capabilities.shared_memory:
         return "needs shared memory, but the ranks of this group do not share memory"
-    if algorithm.spans_hosts and means.shared_memory:
+    if algorithm.spans_hosts and capabilities.shared_memory:
         return "is for groups that span hosts, but all ranks of this group share memory"
-    if algorithm.spans_hosts and means.why_no_node is not None:
-        return means.why_no_node
+    if algorithm.spans_hosts and capabilities.no_node_reason is not None:
+        return capabilities.no_node_reason
     if algorithm.overlaps_matmul and not problem.spec.has_matmul:
         return "overlaps communication with a matmul, but this op does not contain a matmul"
-    if problem.device in algorithm.whole_rows:
+    if problem.device in algorithm.moves_full_rows:
         vector = problem.dim == 0 and not problem.spec.has_matmul
-        # A plain product's rows can be put in the order of the ranks.
+        # The rows of an unscaled matmul can be permuted into rank order.
         movable = problem.spec.has_matmul and not problem.spec.scaled
         split = problem.outer != 1 and not movable
         if problem.dim is not None and (split or (last and not vector)):
@@ -299,23 +309,24 @@ def _unsupported(problem: Problem, name: str, means: Means) -> str | None:
     elif (
         problem.device == "cpu"
         and algorithm.step_rows
-        and algorithm.step_rows(problem, means.workspace_bytes) < 1
+        and algorithm.step_rows(problem, capabilities.workspace_bytes) < 1
     ):
         return (
             f"needs {bytes_per_row(problem)} bytes for one row of each rank, but workspace_bytes "
-            f"is {means.workspace_bytes}; pass a larger workspace_bytes to tpkernels.init"
+            f"is {capabilities.workspace_bytes}; pass a larger workspace_bytes to tpkernels.init"
         )
-    return means.unsupported.get(name)
+    return capabilities.unsupported.get(name)
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(problem: Problem, algorithm: str, reason: str) -> Plan:
+def _make_plan(problem: Problem, algorithm: str, reason: str) -> Plan:
     numerics = problem.numerics if ALGORITHMS[algorithm].any_order else ORDERED
-    name, by_switch = algorithm, "multicast" in ALGORITHMS[algorithm].kernels.values()
-    if (
-        problem.device == "cuda" and problem.spec.reduces and problem.world > 1
-    ):  # else it is no choice
-        how = _SUMS[numerics].replace("process group", "switch" if by_switch else "process group")
-        name, reason = f"{algorithm}, {numerics}", f"{reason}; {how}"
-    text = f"{problem} [{name}]"
-    return Plan(algorithm, reason, text, zlib.crc32(text.encode()) or 1, numerics)
+    name, uses_switch = algorithm, "multicast" in ALGORITHMS[algorithm].kernels.values()
+    # Without these conditions numerics has no effect.
+    if problem.device == "cuda" and problem.spec.reduces and problem.world > 1:
+        summation = _SUMMATION[numerics].replace(
+            "process group", "switch" if uses_switch else "process group"
+        )
+        name, reason = f"{algorithm}, {numerics}", f"{reason}; {summation}"
+    description = f"{problem} [{name}]"
+    return Plan(algorithm, reason, description, zlib.crc32(description.encode()) or 1, numerics)

@@ -1,14 +1,13 @@
-"""What work costs: flops and bytes of a call, rates of machines, and the seconds that follow. Pure.
+"""Cost model: flops and bytes of a call, rates of machines, and the predicted seconds. Pure.
 
-Machines: `machines.yaml` has rates by name, and store.py keeps those that `tpkernels tune
---machine` has measured here.
+Machines: `machines.yaml` contains rates by name. store.py keeps the rates that `tpkernels tune
+--machine` measured on this machine.
 
-Product and collective: a product takes the longer of its flops and of its operands' and result's
-bytes; on a machine that overlaps nothing, their sum. A collective takes a fixed time, a time for
-each step of a ring, and the bytes that a rank receives at the rate of the link. Across nodes it
-goes in two levels.
+Matmul: the longer of the compute time (flops) and the memory time (bytes of operands and result).
+On a machine without overlap: their sum. Collective: a fixed time, a time per ring step, and the
+received bytes at the rate of the link. Across nodes a collective has two levels.
 
-Small all-reduces on GPUs: `all_reduce_variant` chooses the number of hops.
+Small all-reduces on GPUs: `all_reduce_variant` selects one-shot or two-shot.
 """
 
 from __future__ import annotations
@@ -29,32 +28,32 @@ from tpkernels.planning.problem import Problem
 
 @dataclass(frozen=True)
 class Cost:
-    """What a call costs the rank with the most work."""
+    """Cost of a call on the rank with the most work."""
 
-    flops: int  #: of the local matmul
+    flops: int  #: flops of the local matmul
     #: Bytes received from peers. An all-reduce counts as a reduce-scatter and an all-gather:
-    #: 2 (W - 1) / W times the tensor. An all-to-all brings (W - 1) / W^2 of it.
+    #: 2 (W - 1) / W times the tensor. An all-to-all receives (W - 1) / W^2 of it.
     traffic: int
-    touched: int  #: bytes read or written, ``traffic`` included: x, weights and results once each
+    touched: int  #: bytes read or written, including ``traffic``: x, weights, results, once each
 
     @classmethod
-    def of(cls, problem: Problem, other: int) -> Cost:
-        """Return the cost of an evenly split problem. ``other``: the extent of the matmul that is
-        not part of it, over all ranks: N of a column-parallel weight, K of a row-parallel one."""
+    def of(cls, problem: Problem, sharded_size: int) -> Cost:
+        """Return the cost of an evenly split problem. ``sharded_size``: the global size of the
+        weight dim that is sharded, N of a column-parallel or K of a row-parallel weight."""
         traffic = problem.nbytes * (problem.world - 1) // problem.world
         if problem.dim is None:
             traffic *= 2
-        if isinstance(problem.options, RoutedOptions):  # k rows a token, spread evenly
-            part = problem.nbytes // problem.world
-            moved = part * problem.options.top_k
-            traffic = moved * (problem.world - 1) // problem.world
-            return cls(0, traffic, part + moved + traffic)
-        if problem.spec.exchanges:  # of which a rank has a part before, and a part after
-            part, traffic = problem.nbytes // problem.world, traffic // problem.world
-            return cls(0, traffic, 2 * part + traffic)
+        if isinstance(problem.options, RoutedOptions):  # k rows per token, evenly distributed
+            tokens = problem.nbytes // problem.world
+            routed = tokens * problem.options.top_k
+            traffic = routed * (problem.world - 1) // problem.world
+            return cls(0, traffic, tokens + routed + traffic)
+        if problem.spec.exchanges:  # a rank reads a shard and writes a shard
+            shard, traffic = problem.nbytes // problem.world, traffic // problem.world
+            return cls(0, traffic, 2 * shard + traffic)
         if not problem.spec.has_matmul:
             return cls(0, traffic, (2 + problem.spec.normed) * problem.nbytes + traffic)
-        rows, width, local = problem.rows, problem.shape[-1], other // problem.world
+        rows, width, local = problem.rows, problem.shape[-1], sharded_size // problem.world
         elements = (1 + problem.spec.normed) * rows * width + width * local + rows * local
         return cls(
             flops=2 * rows * width * local,
@@ -67,12 +66,12 @@ class Cost:
 class Rates:
     """Rates of one rank while all ranks run the same probe (bench/probes.py)."""
 
-    flops: float  #: per second, of the faster local matmul
-    torch_flops: float  #: of torch.matmul
+    flops: float  #: per second, with the faster local matmul
+    torch_flops: float  #: per second, with torch.matmul
     copy_bytes: float  #: per second, reads plus writes
 
-    def least_seconds(self, cost: Cost) -> float:
-        """Return the roofline of a call."""
+    def roofline_seconds(self, cost: Cost) -> float:
+        """Return the roofline time of a call."""
         return max(cost.flops / self.flops, cost.touched / self.copy_bytes)
 
 
@@ -86,8 +85,8 @@ DEFAULTS: Mapping[str, str] = MappingProxyType({"cpu": "zen4-core", "cuda": "h10
 class Link:
     """A class of links."""
 
-    call: float  #: seconds that a collective takes at least
-    step: float  #: seconds of each step of a ring over W ranks, which takes W - 1
+    call: float  #: minimum seconds of a collective
+    step: float  #: seconds per ring step; a ring over W ranks has W - 1 steps
     bandwidth: float  #: bytes per second that a rank receives
 
     def __post_init__(self) -> None:
@@ -96,7 +95,7 @@ class Link:
             raise ValueError(f"step is {self.step!r}; it must be at least 0")
 
     def ring_seconds(self, ranks: int, received: float, passes: int = 1) -> float:
-        """Return the seconds in which each rank receives so many bytes in each pass."""
+        """Return the seconds of a ring in which every rank receives ``received`` bytes per pass."""
         if ranks == 1:
             return 0.0
         return self.call + passes * (self.step * (ranks - 1) + received / self.bandwidth)
@@ -104,32 +103,33 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """A machine: devices of one kind, one for each rank."""
+    """A machine: identical devices, one per rank."""
 
     title: str
     device: str  #: "cpu" or "cuda"
-    #: Per second that a large product reaches, for elements of 2, 4 and 8 bytes.
+    #: Flops per second of a large matmul, for elements of 2, 4 and 8 bytes.
     flops: tuple[float, float, float]
-    bandwidth: float  #: bytes per second of the device's memory that a large copy reaches
-    memory: int  #: bytes of the device's memory; 0: not known
-    node: int  #: ranks of a node, with consecutive numbers
-    within: Link  #: of a node
-    between: Link  #: nodes
-    host: Link | None  #: a GPU's link to the host; None: the device is the host
-    overlaps: bool  #: whether the device multiplies while it reads its memory or data travels
-    source: str  #: where the figures come from
+    bandwidth: float  #: device memory bytes per second of a large copy, reads plus writes
+    memory: int  #: bytes of device memory; 0: unknown
+    node: int  #: consecutive ranks per node
+    within: Link  #: link within a node
+    between: Link  #: link between nodes
+    host: Link | None  #: link between a GPU and the host; None: the device is the host
+    overlaps: bool  #: whether compute overlaps with memory access and with communication
+    source: str  #: source of the figures
 
     def __post_init__(self) -> None:
         _check_positive(*self.flops, self.bandwidth, self.node)
 
     def rate(self, itemsize: int) -> float:
-        """Return the flops per second of a product."""
+        """Return the flops per second of a matmul with elements of ``itemsize`` bytes."""
         return self.flops[{2: 0, 4: 1, 8: 2}[itemsize]]
 
-    def ranks_in_a_node(self, ranks: int, stride: int) -> int:
-        """Return how many neighbours of a group share a node: the most that divide the group."""
-        most = max(1, min(ranks, self.node // stride))
-        return max(inner for inner in range(1, most + 1) if ranks % inner == 0)
+    def ranks_per_node(self, ranks: int, stride: int) -> int:
+        """Return the number of neighbouring ranks that share a node: the largest number that
+        divides the group. ``stride``: distance between neighbouring ranks."""
+        limit = max(1, min(ranks, self.node // stride))
+        return max(inner for inner in range(1, limit + 1) if ranks % inner == 0)
 
 
 def _check_positive(*rates: float) -> None:
@@ -150,9 +150,9 @@ def machines() -> tuple[str, ...]:
     return tuple(_data()["machines"])
 
 
-def gpu_named(title: str) -> str:
-    """Return the name in `machines.yaml` of a GPU that torch calls ``title``; that of `DEFAULTS` if
-    it has none."""
+def find_gpu_preset_name(title: str) -> str:
+    """Return the `machines.yaml` name of a GPU, given its torch name. GPUs that the file does not
+    contain get the name in `DEFAULTS`."""
     for name, entry in _data()["machines"].items():
         if entry["device"] == "cuda" and entry["matches"] in title:
             return str(name)
@@ -160,11 +160,11 @@ def gpu_named(title: str) -> str:
 
 
 @functools.cache
-def machine_named(name: str) -> Profile:
+def get_preset(name: str) -> Profile:
     """Return a machine of `machines.yaml`.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: the file does not contain ``name``.
     """
     if name not in machines():
         raise ValueError(
@@ -172,8 +172,8 @@ def machine_named(name: str) -> Profile:
         )
     entry, links = _data()["machines"][name], _data()["links"]
 
-    def link(place: str) -> Link:
-        rates = links[entry[place]]
+    def link(field: str) -> Link:
+        rates = links[entry[field]]
         call, step = (1e-6 * rates[name] for name in ("call_us", "step_us"))
         return Link(call=call, step=step, bandwidth=1e9 * rates["gb_per_s"])
 
@@ -194,11 +194,11 @@ def machine_named(name: str) -> Profile:
     )
 
 
-# Products and collectives.
+# Matmuls and collectives.
 
 
 def matmul_seconds(profile: Profile, m: int, k: int, n: int, itemsize: int) -> float:
-    """Return the seconds of a local product [m, k] @ [k, n]."""
+    """Return the seconds of a local matmul [m, k] @ [k, n]."""
     multiply = 2 * m * k * n / profile.rate(itemsize)
     move = (m * k + k * n + m * n) * itemsize / profile.bandwidth
     return max(multiply, move) if profile.overlaps else multiply + move
@@ -207,23 +207,21 @@ def matmul_seconds(profile: Profile, m: int, k: int, n: int, itemsize: int) -> f
 def collective_seconds(
     profile: Profile, nbytes: float, ranks: int, *, stride: int = 1, passes: int = 1
 ) -> float:
-    """Return the seconds of an all-gather or a reduce-scatter of a tensor of ``nbytes``, or, with
-    ``passes=2``, of an all-reduce. ``stride``: the distance between the numbers of neighbouring
-    ranks."""
+    """Return the seconds of an all-gather or reduce-scatter of a tensor of ``nbytes`` or, with
+    ``passes=2``, of an all-reduce. ``stride``: distance between neighbouring ranks."""
     if ranks == 1:
         return 0.0
-    inner = profile.ranks_in_a_node(ranks, stride)
+    inner = profile.ranks_per_node(ranks, stride)
     outer = ranks // inner
-    # Between nodes a rank exchanges with the ranks of the same local rank; then, within the node,
-    # with its neighbours.
+    # First between nodes, among ranks with equal local rank; then within the node.
     seconds = profile.between.ring_seconds(outer, (outer - 1) / ranks * nbytes, passes)
     return seconds + profile.within.ring_seconds(inner, (inner - 1) / inner * nbytes, passes)
 
 
 def all_to_all_seconds(profile: Profile, nbytes: float, ranks: int, *, stride: int = 1) -> float:
-    """Return the seconds of an all-to-all after which a rank has ``nbytes``. Between nodes the
-    pieces go directly from rank to rank."""
-    inner = profile.ranks_in_a_node(ranks, stride)
+    """Return the seconds of an all-to-all with an output of ``nbytes`` per rank. Between nodes each
+    rank sends its slices directly to the destination ranks."""
+    inner = profile.ranks_per_node(ranks, stride)
     far, near = ranks - inner, inner - 1
     seconds = profile.between.ring_seconds(far + 1, far / ranks * nbytes)
     return seconds + profile.within.ring_seconds(near + 1, near / ranks * nbytes)
@@ -232,70 +230,80 @@ def all_to_all_seconds(profile: Profile, nbytes: float, ranks: int, *, stride: i
 def fused_seconds(
     profile: Profile,
     shape: tuple[int, int, int],
-    cut: int,
+    split_dim: int,
     communication: float,
-    parts: int,
+    chunks: int,
     itemsize: int,
 ) -> float:
-    """Return the seconds of a product [m, k] @ [k, n] fused with a collective that alone takes
-    ``communication``.
+    """Return the seconds of a matmul [m, k] @ [k, n] fused with a collective.
 
-    Both are cut into ``parts`` along dim ``cut`` (0 or 2) of ``shape``; all but the first chunk of
-    one and the last of the other overlap. If that is slower than running them in turn (each chunk
-    reads the whole weight), or the machine cannot overlap, they run in turn.
+    Both are split into chunks, and chunk i of one operation overlaps chunk i + 1 of the other. The
+    first chunk of the first operation and the last chunk of the second do not overlap. Each matmul
+    chunk reads the full weight. If the sequential program is faster, or if the machine cannot
+    overlap, the result is the sequential time.
+
+    Args:
+        shape: m, k, n.
+        split_dim: dim of ``shape`` that is split into chunks, 0 or 2.
+        communication: seconds of the unfused collective.
+        chunks: number of chunks.
     """
-    apart = matmul_seconds(profile, *shape, itemsize) + communication
+    sequential = matmul_seconds(profile, *shape, itemsize) + communication
     if not profile.overlaps:
-        return apart
-    m, k, n = (ceil_div(size, parts) if i == cut else size for i, size in enumerate(shape))
-    multiply, move = matmul_seconds(profile, m, k, n, itemsize), communication / parts
-    return min(apart, move + (parts - 1) * max(multiply, move) + multiply)
+        return sequential
+    m, k, n = (ceil_div(size, chunks) if i == split_dim else size for i, size in enumerate(shape))
+    multiply, move = matmul_seconds(profile, m, k, n, itemsize), communication / chunks
+    return min(sequential, move + (chunks - 1) * max(multiply, move) + multiply)
 
 
-# An all-reduce of few bytes on GPUs: in one hop or two, by LL or with fences. All
-# ranks decide alike: by the bytes, the number of ranks, and what they have agreed on at set-up. The
-# kernels are in csrc/cuda/{ll,all_reduce}.cuh; none has been timed over a link.
+# Small all-reduces on GPUs: one-shot or two-shot, with LL or with fences. All ranks select the same
+# variant, from the bytes, the world size and values that they exchanged at set-up. The kernels are
+# in csrc/cuda/{ll,all_reduce}.cuh. Their times over a link have not been measured.
 
-# A store that a peer sees, by NVLink: the latencies of LL, which needs no fence, and of Simple,
-# which has one, in NCCL's model (NVIDIA/nccl, src/graph/tuning.cc, rings).
+# Seconds until a peer sees a store over NVLink: the latencies of LL (no fence) and Simple (fence)
+# in the NCCL model for rings (NVIDIA/nccl, src/graph/tuning.cc).
 HOP_S, FENCED_HOP_S = 0.6e-6, 3.4e-6
 # Bytes per second that a rank sends: 18 links of NVLink 4 (NVIDIA H100 data sheet, one direction).
-# One number for all GPUs, so that the ranks agree.
-LINK = 450e9
-# Most bytes sent without fences; beyond, "two_shot" is used, though by the model the others would
-# still be faster: 64 rows of 4096 in bf16.
-WITHOUT_FENCES = {"ll": 512 << 10, "ll_two_shot": 512 << 10}
+# The same value for all GPUs, so that all ranks select the same variant.
+LINK_BYTES_PER_S = 450e9
+# Maximum bytes for LL: 64 rows of 4096 in bf16. Larger tensors use "two_shot", although LL would
+# still be faster according to the model.
+MAX_LL_BYTES = {"ll": 512 << 10, "ll_two_shot": 512 << 10}
 
 
 def hop_seconds(variant: str, nbytes: int, world: int) -> float:
-    """Return what the hops of an all-reduce of ``nbytes`` take, without the sum: a latency for
-    each, and the bytes that a rank sends."""
-    part = (world - 1) / world
+    """Return the communication seconds of an all-reduce of ``nbytes``, without the reduction: one
+    latency per hop, and the sent bytes at the rate of the link."""
+    fraction = (world - 1) / world
     hops, latency, sent = {
         "ll": (1, HOP_S, 2.0 * (world - 1)),
-        "ll_two_shot": (2, HOP_S, 4.0 * part),
-        "two_shot": (2, FENCED_HOP_S, 2.0 * part),
+        "ll_two_shot": (2, HOP_S, 4.0 * fraction),
+        "two_shot": (2, FENCED_HOP_S, 2.0 * fraction),
     }[variant]
-    return hops * latency + sent * nbytes / LINK
+    return hops * latency + sent * nbytes / LINK_BYTES_PER_S
 
 
 @functools.lru_cache(maxsize=4096)
 def all_reduce_variant(nbytes: int, world: int, variants: frozenset[str], rows: int = 0) -> str:
-    """Return the one of ``variants`` that ``auto`` selects for x of ``nbytes``
-    (`cuda.prepare_all_reduce`): for few bytes the fastest LL variant by the model. ``rows``: number
-    of rows of x, if two-shot segments are made of full rows."""
-    split = world * ceil_div(rows, world) * nbytes // rows if rows else nbytes
+    """Return the all-reduce variant that ``auto`` selects for x of ``nbytes``
+    (`cuda.prepare_all_reduce`). For few bytes it is the fastest LL variant according to the model.
+
+    Args:
+        variants: the variants to select from.
+        rows: number of rows of x, if two-shot segments consist of full rows; otherwise 0.
+    """
+    padded = world * ceil_div(rows, world) * nbytes // rows if rows else nbytes
 
     def seconds(variant: str) -> float:
-        return hop_seconds(variant, nbytes if variant == "ll" else split, world)
+        return hop_seconds(variant, nbytes if variant == "ll" else padded, world)
 
     fast = [
         variant
-        for variant, most in WITHOUT_FENCES.items()
-        if variant in variants and nbytes <= most
+        for variant, max_bytes in MAX_LL_BYTES.items()
+        if variant in variants and nbytes <= max_bytes
     ]
     if fast or "two_shot" not in variants:
         return min(
-            fast or [variant for variant in WITHOUT_FENCES if variant in variants], key=seconds
+            fast or [variant for variant in MAX_LL_BYTES if variant in variants], key=seconds
         )
     return "two_shot"

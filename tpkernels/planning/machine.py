@@ -1,4 +1,4 @@
-"""What a measured time is valid for: the device, the layout of the ranks, and the versions."""
+"""The key of measured times: the device, the placement of the ranks, and the versions."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _CACHE_BYTES = 32 << 20  # assumed if the machine does not report its cache
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A device and a topology, as rank 0 of a group sees them.
+    """A device and a topology, as seen by rank 0 of a group.
 
-    ``cores`` is the number of cores rank 0 may use, ``threads`` its intra-op threads, ``hosts`` the
-    number of distinct host names. Those of GPUs have ``gpus`` instead of cores and threads, on
-    which their times do not depend.
+    ``cores`` is the number of cores that rank 0 may use, ``threads`` the number of its intra-op
+    threads, ``hosts`` the number of distinct host names. The kind "cuda" has ``gpus`` instead of
+    cores and threads, because times on GPUs do not depend on cores and threads.
     """
 
     kind: str  #: "cpu" or "cuda"
@@ -36,11 +36,11 @@ class Machine:
     ranks: int
     hosts: int
     shared_memory: bool
-    gpus: str | None = None  #: how they are linked, and the driver and NCCL
+    gpus: str | None = None  #: links between the GPUs, driver and NCCL versions
 
     @property
     def facts(self) -> dict[str, object]:
-        """Return what is known of it, by name."""
+        """Return the fields that are not None."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     @property
@@ -54,7 +54,7 @@ class Machine:
 def this_machine(
     kind: str, ranks: int, hosts: int, shared_memory: bool, *, threads: int | None = None
 ) -> Machine:
-    """Describe this process's machine. ``threads`` defaults to torch's in this process."""
+    """Describe this machine. ``threads`` defaults to ``torch.get_num_threads()``."""
     if kind == "cuda":
         return Machine(
             kind=kind,
@@ -78,12 +78,12 @@ def this_machine(
 
 @functools.cache
 def _gpus() -> str:
-    """Return what times on this host's GPUs depend on beside their kind."""
-    gpus = [nvml.uuid_of(number) for number in range(torch.cuda.device_count())]
+    """Describe the NVLinks, driver and NCCL of this host."""
+    gpus = [nvml.get_uuid(number) for number in range(torch.cuda.device_count())]
     driver = "unknown"
     try:
         driver = nvml.driver_version()
-        pairs = sum(len(nvml.unlinked(gpu, gpus[i + 1 :])) for i, gpu in enumerate(gpus))
+        pairs = sum(len(nvml.find_unlinked(gpu, gpus[i + 1 :])) for i, gpu in enumerate(gpus))
         links = f"{len(gpus)} GPUs, {pairs} pairs without NVLink"
     except nvml.ERRORS as error:
         links = f"{len(gpus)} GPUs, links unknown: {type(error).__name__}"
@@ -91,15 +91,15 @@ def _gpus() -> str:
 
 
 def nccl_version() -> str:
-    """Return the version of torch's NCCL, or "none"."""
+    """Return the version of the NCCL in torch, or "none"."""
     try:
         return ".".join(map(str, torch.cuda.nccl.version()))
-    except (AttributeError, ImportError, RuntimeError):  # torch built without it
+    except (AttributeError, ImportError, RuntimeError):  # torch built without NCCL
         return "none"
 
 
 def processor() -> str:
-    """Return the processor's name."""
+    """Return the name of the processor."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "model name":
@@ -108,14 +108,15 @@ def processor() -> str:
 
 
 def last_level_cache_bytes(device: str) -> int:
-    """Return the size of the CPU's largest cache, or of the current GPU's for "cuda"."""
+    """Return the size of the largest CPU cache or, for "cuda", of the L2 cache of the current
+    GPU."""
     if device == "cuda":
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
     sizes = []
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = file.read_text().strip()
-        if text.endswith("K") and text[:-1].isdecimal():
-            sizes.append(int(text[:-1]) << 10)
+        size = file.read_text().strip()
+        if size.endswith("K") and size[:-1].isdecimal():
+            sizes.append(int(size[:-1]) << 10)
     return max(sizes, default=_CACHE_BYTES)
 
 

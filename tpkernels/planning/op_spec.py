@@ -1,7 +1,7 @@
-"""What each op does: one record per op, and the options on which the ranks of a call must agree.
+"""One record per op with its properties, and the options that must match on all ranks of a call.
 
-Registration, planning, benchmarks, verification and tests read these records. No code asks an op's
-name for its nature.
+Registration, planning, benchmarks, verification and tests read these records instead of comparing
+op names.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from tpkernels.common import dtypes
 
 @dataclass(frozen=True)
 class OpSpec:
-    """What an op does. Each family of ops has a class, whose fields tell its ops apart.
+    """Properties of an op. Each family of ops has a subclass. The fields of the subclass are the
+    properties that differ within the family.
 
     Attributes:
-        gathers: gathers its input along a dim, before the matmul if it has one.
-        reduces: sums over the ranks, after the matmul if it has one.
-        exchanges: exchanges shards along one dim for shards along another.
-        routed: moves rows of tokens by their routes to experts.
-        dispatches: brings tokens to the experts that they are routed to.
-        combines: brings what the experts made of them back, and sums each token's.
-        scatters: each rank keeps its shard of the sum, or of what is exchanged.
-        has_matmul: multiplies as well as communicates.
-        normed: also returns the rows of the sum normalised.
-        scaled: multiplies operands with scales.
+        gathers: gathers the input along a dim, before the matmul if any.
+        reduces: reduces (sums) over the ranks, after the matmul if any.
+        exchanges: all-to-all: exchanges shards along one dim for shards along a second dim.
+        routed: moves token rows according to their (token, expert) assignments.
+        dispatches: sends tokens to the ranks that hold their experts.
+        combines: returns expert outputs to the ranks of the tokens and reduces them per token.
+        scatters: each rank keeps a shard of the result.
+        has_matmul: contains a matmul.
+        normed: also returns the RMSNorm of the rows of the sum.
+        scaled: operands of the matmul have scales.
     """
 
     name: str
@@ -38,7 +39,7 @@ class OpSpec:
 
     @property
     def keeps_sum(self) -> bool:
-        """Return whether every rank keeps the whole sum."""
+        """Return whether every rank keeps the full sum."""
         return self.reduces and not self.scatters
 
 
@@ -90,15 +91,16 @@ OPS: Mapping[str, OpSpec] = {spec.name: spec for spec in _RECORDS}
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the ranks of a call must agree on besides its `Problem`'s shape and dtype. ``texts`` is
-    part of the call's signature. Each family of ops has a class; this one has no options."""
+    """Options that must match on all ranks of a call, in addition to shape and dtype of the
+    `Problem`. The call signature contains ``describe()``. Each family of ops has a subclass; the
+    base class has no options."""
 
-    def texts(self) -> tuple[str, ...]:
-        """Return one text per option that is set."""
+    def describe(self) -> tuple[str, ...]:
+        """Return a string for each option that is set."""
         return ()
 
-    def that_cost_time(self) -> Options:
-        """Return these options without the ones that do not change how long a call takes."""
+    def timing_key(self) -> Options:
+        """Return the options that affect the time of a call."""
         return self
 
 
@@ -106,13 +108,13 @@ NO_OPTIONS = Options()
 
 
 class Scales(NamedTuple):
-    """Of rows that travel with their scales."""
+    """Scales of operands whose rows are sent in packed form, with row or block scales if any."""
 
-    k: int  #: numbers in a row, whose packed form has another length
+    k: int  #: elements per row before packing
     x_dtype: torch.dtype
-    kind: str
+    kind: str  #: such as "row-wise"
 
-    def texts(self) -> tuple[str, ...]:
+    def describe(self) -> tuple[str, ...]:
         return f"K {self.k}", f"x {dtypes.name(self.x_dtype)}", f"scale_x {self.kind}"
 
 
@@ -121,14 +123,14 @@ class GatherOptions(Options):
     """Options of an all-gather with a matmul."""
 
     scales: Scales | None = None
-    out_dtype: torch.dtype | None = None  #: of the result; None: that on the wire
+    out_dtype: torch.dtype | None = None  #: dtype of the result, by default the communication dtype
     return_gathered: bool = False
-    local_product: bool = False  #: a product is the caller's own
+    local_product: bool = False  #: whether the caller supplies the matmul (`CustomMatmul`)
 
-    def texts(self) -> tuple[str, ...]:
-        scales = self.scales.texts() if self.scales else ()
+    def describe(self) -> tuple[str, ...]:
+        scales = self.scales.describe() if self.scales else ()
         out = [f"out {dtypes.name(self.out_dtype)}"] if self.out_dtype else []
-        flags = _set(return_gathered=self.return_gathered, local_product=self.local_product)
+        flags = _list_set(return_gathered=self.return_gathered, local_product=self.local_product)
         return (*scales, *out, *flags)
 
 
@@ -140,47 +142,51 @@ class ReduceOptions(Options):
     out_dtype: torch.dtype
     bias: bool = False
     residual: bool = False
-    local_product: bool = False  #: the product is the caller's own
-    norm: tuple[float, torch.dtype] | None = None  #: eps, and the dtype of the weight
+    local_product: bool = False  #: whether the caller supplies the matmul (`CustomMatmul`)
+    norm: tuple[float, torch.dtype] | None = None  #: eps, dtype of the norm weight
 
-    def texts(self) -> tuple[str, ...]:
-        texts = [f"x {dtypes.name(self.x_dtype)}", f"out {dtypes.name(self.out_dtype)}"]
-        texts += _set(bias=self.bias, residual=self.residual, local_product=self.local_product)
+    def describe(self) -> tuple[str, ...]:
+        descriptions = [f"x {dtypes.name(self.x_dtype)}", f"out {dtypes.name(self.out_dtype)}"]
+        descriptions += _list_set(
+            bias=self.bias, residual=self.residual, local_product=self.local_product
+        )
         if self.norm is not None:
             eps, weight_dtype = self.norm
-            texts.append(f"rms_norm eps {float(eps)}, weight {dtypes.name(weight_dtype)}")
-        return tuple(texts)
+            descriptions.append(f"rms_norm eps {float(eps)}, weight {dtypes.name(weight_dtype)}")
+        return tuple(descriptions)
 
-    def that_cost_time(self) -> ReduceOptions:
-        """Every algorithm adds a bias and a residual, and normalises rows, while it sums."""
+    def timing_key(self) -> ReduceOptions:
+        """Return the options without bias, residual and norm: every algorithm applies them while it
+        reduces."""
         return replace(self, bias=False, residual=False, norm=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeOptions(Options):
-    """Options of an exchange: the scattered dim, and each rank's rows along it."""
+    """Options of an exchange: the scattered dim, and the rows per rank along it."""
 
     dim: int
     sizes: tuple[int, ...]
 
-    def texts(self) -> tuple[str, ...]:
+    def describe(self) -> tuple[str, ...]:
         return (f"scatter dim {self.dim}: {list(self.sizes)}",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedOptions(Options):
-    """Options of an op on tokens with routes."""
+    """Options of an op on routed tokens."""
 
-    experts: int  #: of all ranks
-    top_k: int  #: experts that a token is routed to
-    max_rows: int | None = None  #: of each rank's experts, whatever the routes are
+    experts: int  #: number of experts over all ranks
+    top_k: int  #: experts per token
+    max_rows: int | None = None  #: capacity per rank; the output then has this many rows
     scales: Scales | None = None
 
-    def texts(self) -> tuple[str, ...]:
-        scales = self.scales.texts() if self.scales else ()
-        most = [] if self.max_rows is None else [f"max_rows {self.max_rows}"]
-        return (*scales, f"{self.experts} experts, {self.top_k} per token", *most)
+    def describe(self) -> tuple[str, ...]:
+        scales = self.scales.describe() if self.scales else ()
+        capacity = [] if self.max_rows is None else [f"max_rows {self.max_rows}"]
+        return (*scales, f"{self.experts} experts, {self.top_k} per token", *capacity)
 
 
-def _set(**flags: bool) -> list[str]:
+def _list_set(**flags: bool) -> list[str]:
+    """Return the names of the flags that are set."""
     return [name for name, is_set in flags.items() if is_set]

@@ -1,7 +1,8 @@
-"""One call as all ranks see it: what is planned, and what the ranks must agree on.
+"""The properties of a call that are identical on all ranks: the input of planning, and the values
+that all ranks must pass.
 
-What may differ between ranks is not part of it: the columns of a column-parallel weight and the K
-of a row-parallel one.
+N of a column-parallel weight and K of a row-parallel weight may differ by rank, so the problem does
+not contain them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from tpkernels.common.shards import shard_sizes
 from tpkernels.planning.op_spec import NO_OPTIONS, OPS, ExchangeOptions, OpSpec, Options
 from tpkernels.planning.table import Series
 
-# How a reduction sums: in fp32 and in rank order, rounded once; or as the process group does it.
+# Summation of a reduction. ORDERED: in fp32, in rank order, rounded once. VENDOR: as the process
+# group does it.
 ORDERED, VENDOR = "ordered", "vendor"
 NUMERICS = (VENDOR, ORDERED)
 
@@ -27,13 +29,16 @@ Kind = TypeVar("Kind", bound=Options)
 
 @dataclass(frozen=True)
 class Problem:
-    """One call as all ranks see it.
+    """The properties of a call that are identical on all ranks.
 
-    ``shape`` is the global shape of the communicated tensor: the gathered ``x`` of an all-gather,
-    the unreduced sum of a reduction. ``dim`` is the gathered or scattered dim (None for an
-    all-reduce), of which rank ``r`` holds ``sizes[r]`` rows. ``dtype`` is the dtype on the wire.
-    ``options`` is everything else that must be the same on all ranks. ``numerics`` is `VENDOR`
-    where a reduction may leave the sum to the process group.
+    Attributes:
+        shape: global shape of the communicated tensor: the gathered ``x`` of an all-gather, the
+            partial sum of a reduction.
+        dim: gathered or scattered dim; None for an all-reduce.
+        sizes: rows of each rank along ``dim``.
+        dtype: communication dtype.
+        options: all further options that must match on all ranks.
+        numerics: `VENDOR` if the process group may determine the summation order of a reduction.
     """
 
     op: str
@@ -58,8 +63,8 @@ class Problem:
         options: Options = NO_OPTIONS,
         numerics: str = ORDERED,
     ) -> Problem:
-        """Return the problem of an op that splits dim 0, where it splits any, as evenly as
-        possible. An exchange scatters dim 1."""
+        """Return the problem of an op with dim 0 split as evenly as possible, if the op splits a
+        dim. An exchange scatters dim 1."""
         spec = OPS[op]
         if spec.exchanges:
             options = ExchangeOptions(dim=1, sizes=tuple(shard_sizes(shape[1], world)))
@@ -69,17 +74,17 @@ class Problem:
 
     @functools.cached_property
     def spec(self) -> OpSpec:
-        """Return what the op does."""
+        """Return the properties of the op."""
         return OPS[self.op]
 
     def options_as(self, kind: type[Kind]) -> Kind:
-        """Return the options, which are of the class of the op's family."""
+        """Return the options, typed as the class of the op family."""
         assert isinstance(self.options, kind)
         return self.options
 
     @property
     def split_dim(self) -> int:
-        """Return ``dim``, of an op that splits one."""
+        """Return ``dim``. Only for ops that split a dim."""
         assert self.dim is not None
         return self.dim
 
@@ -96,35 +101,39 @@ class Problem:
 
     @functools.cached_property
     def rows(self) -> int:
-        """Return the rows of the matrix product: all dims but the last."""
+        """Return the rows of the matmul: all dims except the last."""
         return prod(self.shape[:-1])
 
     @functools.cached_property
     def shard_rows(self) -> tuple[int, ...]:
-        """Return the matrix rows of each rank's shard. The sharded dim must not be the last."""
-        each = self.outer * prod(self.shape[self.split_dim + 1 : -1])
-        return tuple(size * each for size in self.sizes)
+        """Return the matrix rows of the shard of each rank. The sharded dim must not be the last
+        dim."""
+        rows_per_index = self.outer * prod(self.shape[self.split_dim + 1 : -1])
+        return tuple(size * rows_per_index for size in self.sizes)
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the whole communicated tensor."""
+        """Return the bytes of the global communicated tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
     @property
     def tuning_key(self) -> tuple[Series, int] | None:
-        """Return the problem's series of measurements and its extent in it; None for a problem that
-        is never tuned: an empty one, one of routed tokens, or one not split evenly along its rows
-        (its elements, without a matmul; its first two dims, for an all-to-all).
+        """Return the series of measurements and the extent within it, or None if the problem is
+        never tuned.
+
+        Never tuned are empty problems, problems with routed tokens, and uneven splits. A split must
+        be even along the rows or, without a matmul, along the elements. For an all-to-all it must
+        be even along the first two dims.
 
         Bias, residual and norm are not part of the series, because they do not change the time.
-        Numerics are: `unfused` takes longer where it sums in order.
+        Numerics is part of it: `unfused` is slower if it sums in rank order.
         """
         matmul = self.spec.has_matmul
         width, total = (self.shape[-1] if matmul else 1), prod(self.shape)
         if not total or self.spec.routed:
             return None
         extent = total // width
-        options = self.options.that_cost_time().texts()
+        options = self.options.timing_key().describe()
         if self.spec.exchanges:
             rows, columns = (tuple(shard_sizes(size, self.world)) for size in self.shape[:2])
             even = ExchangeOptions(dim=1, sizes=columns)
@@ -134,8 +143,8 @@ class Problem:
         elif self.dim is not None:
             if self.outer != 1 or (matmul and self.dim == len(self.shape) - 1):
                 return None
-            each = self.inner // width
-            if [size * each for size in self.sizes] != shard_sizes(extent, self.world):
+            per_index = self.inner // width
+            if [size * per_index for size in self.sizes] != shard_sizes(extent, self.world):
                 return None
         if self.numerics != ORDERED:
             options += (self.numerics,)
@@ -143,9 +152,9 @@ class Problem:
         return Series(self.op, self.device, self.world, width, dtype, options), extent
 
     def __str__(self) -> str:
-        parts = [f"{list(self.shape)} {dtypes.name(self.dtype)}"]
+        details = [f"{list(self.shape)} {dtypes.name(self.dtype)}"]
         if self.dim is not None:
             even = len(set(self.sizes)) == 1
             split = f"{self.sizes[0]} per rank" if even else str(list(self.sizes))
-            parts.append(f"dim {self.dim}: {split}")
-        return f"{self.op}({', '.join([*parts, *self.options.texts()])})"
+            details.append(f"dim {self.dim}: {split}")
+        return f"{self.op}({', '.join([*details, *self.options.describe()])})"

@@ -1,11 +1,15 @@
-"""Which algorithms `auto` may select on CUDA tensors: those that passed `tpkernels qualify` on this
-machine. The rest run only by name, whatever the timing tables contain.
+"""Algorithms that `auto` may select on CUDA tensors: they passed `tpkernels qualify` on this
+machine. All further algorithms run only if requested by name, even if the timing tables contain
+them.
 
-An algorithm has variants. Each is qualified separately and per world size: the protocols of
-`direct`, one variant per kind of op for the other algorithms, and the copy engines of `fused`. The
-qualification report is one file per machine. It is keyed by the GPUs (UUIDs), driver, NCCL, package
-versions and a digest of the kernel sources, so a changed kernel must qualify again. Like all files
-in the cache folder it is read only if no other user can have written it (`cache.read_trusted`).
+An algorithm has variants. Each variant is qualified separately and per world size. The variants of
+`direct` are its protocols. The remaining algorithms have one variant per collective, and `fused`
+also has the copy engines. Ops on routed tokens have the variant `routed`.
+
+The qualification report is one file per machine. Its key consists of the GPUs (UUIDs), driver,
+NCCL, package versions and a digest of the kernel sources, so a changed kernel must qualify again.
+Like all files in the cache folder, it is read only if no other user can have written it
+(`cache.read_trusted`).
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import torch
 from tpkernels import _C
 from tpkernels.common import nvml
 from tpkernels.common.cache import cache_folder, read_trusted, replace_file
-from tpkernels.common.text import shown
+from tpkernels.common.text import safe_repr
 from tpkernels.planning.algorithms import ALGORITHMS
 from tpkernels.planning.machine import nccl_version, versions
 from tpkernels.planning.op_spec import OPS, OpSpec
@@ -32,24 +36,25 @@ from tpkernels.planning.records import from_json
 
 FORMAT = "tpkernels qualification 1"
 QUALIFIED, DISQUALIFIED, NOT_RUN = "qualified", "disqualified", "not run"
-_MOST_BYTES = 4 << 20
-_FOLDERS = ("algorithms", "cuda", "kernels", "symm")  # whose sources the digest covers
+_MAX_BYTES = 4 << 20
+_FOLDERS = ("algorithms", "cuda", "kernels", "symm")  # folders that `kernels_digest` covers
 
-# The variants of `direct`, by their names in `tpkernels.cuda`.
+# The variants of `direct`, with their names in `tpkernels.cuda`.
 SUMS = ("ll", "ll_two_shot", "two_shot")
 SHARDS = ("ll", "one_shot")
-COPY_ENGINES = "copy_engines"  # of `fused`, for an all-gather
+COPY_ENGINES = "copy_engines"  # all-gather variant of `fused`
 
 
-@functools.lru_cache  # for each call of `direct`
-def usable(variants: frozenset[str], family: tuple[str, ...]) -> frozenset[str]:
-    """Return the qualified ``variants`` of a family; all of them if none is qualified, because an
-    algorithm was asked for by name."""
+@functools.lru_cache  # each call of `direct` uses it
+def select_variants(variants: frozenset[str], family: tuple[str, ...]) -> frozenset[str]:
+    """Return the qualified variants of a family. If no variant is qualified, return the full
+    family: the algorithm was then requested by name."""
     return variants.intersection(family) or frozenset(family)
 
 
-def kind_of(spec: OpSpec) -> str:
-    """Return the collective of an op, which names the variant of algorithms with one per kind."""
+def get_collective(spec: OpSpec) -> str:
+    """Return the collective of an op. It is the variant name of algorithms with one variant per
+    collective."""
     if spec.gathers:
         return "all_gather"
     if spec.exchanges:
@@ -57,33 +62,33 @@ def kind_of(spec: OpSpec) -> str:
     return "reduce_scatter" if spec.scatters else "all_reduce"
 
 
-def variants_of(spec: OpSpec, algorithm: str) -> tuple[str, ...]:
-    """Return the variants of an algorithm for an op, of which one suffices."""
+def get_variants(spec: OpSpec, algorithm: str) -> tuple[str, ...]:
+    """Return the variants of an algorithm that support an op. One qualified variant suffices."""
     if spec.routed:
         return (f"{algorithm}/routed",)
     if algorithm != "direct":
-        return (f"{algorithm}/{kind_of(spec)}",)
+        return (f"{algorithm}/{get_collective(spec)}",)
     names = SHARDS if spec.gathers or spec.scatters else SUMS
     return tuple(f"direct/{name}" for name in names)
 
 
 @dataclass(frozen=True)
 class Qualification:
-    """What the report of rank 0 allows a group. Identical on all ranks.
+    """The qualified variants of a group, from the report of rank 0. Identical on all ranks.
 
     Attributes:
-        variants: qualified for this world size, as "algorithm/variant".
-        reasons: by variant, why it is not qualified.
-        summary: of the report, for messages; without a report, the command that writes one.
+        variants: variants that are qualified for this world size, as "algorithm/variant".
+        reasons: for each further variant, the reason why it is not qualified.
+        summary: summary of the report for messages. Without a report: the command that writes it.
     """
 
     variants: frozenset[str] = frozenset()
     reasons: Mapping[str, str] = field(default_factory=dict)
     summary: str = "`tpkernels qualify` has not run on this machine"
 
-    def why_not(self, op: str, algorithm: str) -> str | None:
-        """Return why `auto` may not take an algorithm for an op; None: it may."""
-        variants = variants_of(OPS[op], algorithm)
+    def reason_against(self, op: str, algorithm: str) -> str | None:
+        """Return the reason why `auto` may not select an algorithm for an op, or None if it may."""
+        variants = get_variants(OPS[op], algorithm)
         if algorithm == "unfused" or any(variant in self.variants for variant in variants):
             return None
         reasons = [
@@ -91,13 +96,13 @@ class Qualification:
         ]
         return f"is not qualified: {'; '.join(reasons) or self.summary}"
 
-    def of(self, algorithm: str) -> frozenset[str]:
-        """Return the qualified variants of an algorithm, by their own names."""
+    def variants_for(self, algorithm: str) -> frozenset[str]:
+        """Return the qualified variants of an algorithm, without the "algorithm/" prefix."""
         pairs = (variant.split("/") for variant in self.variants)
-        return frozenset(name for of, name in pairs if of == algorithm)
+        return frozenset(name for owner, name in pairs if owner == algorithm)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the values as JSON ones."""
+        """Return the fields as JSON values."""
         return {
             "variants": sorted(self.variants),
             "reasons": dict(self.reasons),
@@ -106,24 +111,25 @@ class Qualification:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Qualification:
-        """Return what `to_json` was made of."""
+        """Return the qualification that `to_json` serialized."""
         return cls(frozenset(values["variants"]), values["reasons"], values["summary"])
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What disqualified a variant, with the place of the fault.
+    """The failure that disqualified a variant.
 
     Attributes:
-        kind: "wrong", "error", "crash", "hang", "memory", "unsupported" if it cannot run here, or
-            "lost" if a peer failed first.
+        kind: "wrong", "error", "crash", "hang", "memory", "unsupported" if this machine cannot run
+            the variant, or "lost" if a peer failed first.
         call: the op, shape, dtype and data, eager or replayed.
-        rank: that saw it.
-        peer: that it waited for, if the error names one.
-        text: the error, with the words that were expected and seen.
-        elements, wrong: of the result, and how many of them are wrong.
-        first: the first wrong ones: index, result, expected.
-        looks: "zero", "NaN" or "the previous call's" if all wrong elements are.
+        rank: the rank that observed the failure.
+        peer: the rank that it waited for, if the error contains it.
+        text: the error message, with the expected and the actual signal.
+        elements: number of elements of the result.
+        wrong: number of wrong elements.
+        first: index, actual and expected value of the first wrong elements.
+        looks: "zero", "NaN" or "the previous call's" if that describes all wrong elements.
     """
 
     kind: str
@@ -137,45 +143,47 @@ class Failure:
     looks: str = ""
 
     def __str__(self) -> str:
-        where = f"{self.call}, rank {self.rank}" if self.rank is not None else self.call
+        location = f"{self.call}, rank {self.rank}" if self.rank is not None else self.call
         if self.kind != "wrong":
-            return f"{self.kind} in {where}: {self.text}"
+            return f"{self.kind} in {location}: {self.text}"
         looks = f" (all are {self.looks})" if self.looks else ""
-        at = "; ".join(f"[{i}] is {got}, expected {want}" for i, got, want in self.first[:2])
-        return f"{self.wrong} of {self.elements} elements are wrong{looks} in {where}: {at}"
+        examples = "; ".join(f"[{i}] is {got}, expected {want}" for i, got, want in self.first[:2])
+        return (
+            f"{self.wrong} of {self.elements} elements are wrong{looks} in {location}: {examples}"
+        )
 
 
 @dataclass(frozen=True)
 class StageOutcome:
-    """How a variant did, or a litmus test: ``status``, the calls that were checked, and why not."""
+    """Result of a variant or a litmus test."""
 
-    status: str
-    checks: int = 0
+    status: str  #: `QUALIFIED`, `DISQUALIFIED` or `NOT_RUN`
+    checks: int = 0  #: number of checked calls
     seconds: float = 0.0
-    why: str = ""  #: it was not run
+    why: str = ""  #: reason why it was not run
     failure: Failure | None = None
 
     def __post_init__(self) -> None:
         if self.status not in (QUALIFIED, DISQUALIFIED, NOT_RUN):
             raise ValueError(
-                f"status is {shown(self.status)}; it must be '{QUALIFIED}', '{DISQUALIFIED}' or "
-                f"'{NOT_RUN}'"
+                f"status is {safe_repr(self.status)}; it must be '{QUALIFIED}', "
+                f"'{DISQUALIFIED}' or '{NOT_RUN}'"
             )
 
     @property
     def reason(self) -> str:
-        """Return why it is not qualified."""
+        """Return the reason why the variant is not qualified."""
         return self.why if self.failure is None else f"{self.status}: {self.failure}"
 
 
 @dataclass(frozen=True)
 class QualificationReport:
-    """What `tpkernels qualify` found.
+    """Results of `tpkernels qualify`.
 
     Attributes:
-        date: ISO, of the last run.
-        litmus: by world size, then test: of single stores and signals, and of a rank's faults.
-        variants: by world size, then variant.
+        date: ISO date of the last run.
+        litmus: outcomes by world size, then test. Tests of stores and signals, and of rank faults.
+        variants: outcomes by world size, then variant.
     """
 
     date: str = ""
@@ -185,18 +193,20 @@ class QualificationReport:
     def __post_init__(self) -> None:
         for world in (*self.litmus, *self.variants):
             if re.fullmatch("[1-9][0-9]{0,8}", world) is None:
-                raise ValueError(f"a world size is {shown(world)}; it must be a positive integer")
+                raise ValueError(
+                    f"a world size is {safe_repr(world)}; it must be a positive integer"
+                )
         for variant in (name for outcomes in self.variants.values() for name in outcomes):
             algorithm, *names = variant.split("/")
             if algorithm not in ALGORITHMS or len(names) != 1:
-                raise ValueError(f"a variant is {shown(variant)}; it must be ALGORITHM/NAME")
+                raise ValueError(f"a variant is {safe_repr(variant)}; it must be ALGORITHM/NAME")
 
     def qualification(self, world: int) -> Qualification:
-        """Return what the report allows a group of ``world`` ranks."""
+        """Return the qualification of a group of ``world`` ranks."""
         outcomes = self.variants.get(str(world))
         if outcomes is None:
-            known = ", ".join(self.variants) or "none"
-            covered = f"the report of {self.date} has results for these world sizes: {known}"
+            worlds = ", ".join(self.variants) or "none"
+            covered = f"the report of {self.date} has results for these world sizes: {worlds}"
             return Qualification(summary=f"{covered}; run `tpkernels qualify --tp {world}`")
         passed = {variant for variant, outcome in outcomes.items() if outcome.status == QUALIFIED}
         reasons = {
@@ -207,18 +217,18 @@ class QualificationReport:
         )
 
     def has(self, name: str, world: int) -> bool:
-        """Return whether a variant, or a litmus test, was run for a number of ranks."""
+        """Return whether a variant or litmus test was run with ``world`` ranks."""
         outcomes = {**self.litmus.get(str(world), {}), **self.variants.get(str(world), {})}
         return name in outcomes and outcomes[name].status != NOT_RUN
 
     def extended(self, new: QualificationReport) -> QualificationReport:
-        """Merge a newer report into this one; its outcomes replace older ones."""
+        """Return this report merged with a newer report. New outcomes replace old outcomes."""
         merged = {
             name: {
-                world: {**mine.get(world, {}), **theirs.get(world, {})}
-                for world in sorted({*mine, *theirs}, key=int)
+                world: {**old_outcomes.get(world, {}), **new_outcomes.get(world, {})}
+                for world in sorted({*old_outcomes, *new_outcomes}, key=int)
             }
-            for name, mine, theirs in (
+            for name, old_outcomes, new_outcomes in (
                 ("litmus", self.litmus, new.litmus),
                 ("variants", self.variants, new.variants),
             )
@@ -226,72 +236,74 @@ class QualificationReport:
         return QualificationReport(new.date, merged["litmus"], merged["variants"])
 
 
-def head(device: str) -> dict[str, Any]:
-    """Return the key of this machine and these kernels, which a report must match."""
-    found: dict[str, Any] = {"format": FORMAT, "device": device, "versions": versions()}
-    found["kernels"] = kernels_digest()
+def machine_key(device: str) -> dict[str, Any]:
+    """Return the key of this machine and these kernels. A report is valid only for its key."""
+    key: dict[str, Any] = {"format": FORMAT, "device": device, "versions": versions()}
+    key["kernels"] = kernels_digest()
     if device == "cuda":
-        found |= {"nccl": nccl_version(), "gpus": [], "driver": "unknown"}
+        key |= {"nccl": nccl_version(), "gpus": [], "driver": "unknown"}
         try:
-            found |= {"gpus": nvml.uuids(), "driver": nvml.driver_version()}
-        except nvml.ERRORS:  # what torch sees, then
-            found["gpus"] = [nvml.uuid_of(i) for i in range(torch.cuda.device_count())]
-        found["gpus"] = sorted(found["gpus"])
-    return found
+            key |= {"gpus": nvml.uuids(), "driver": nvml.driver_version()}
+        except nvml.ERRORS:  # without NVML, use the GPUs that torch sees
+            key["gpus"] = [nvml.get_uuid(i) for i in range(torch.cuda.device_count())]
+        key["gpus"] = sorted(key["gpus"])
+    return key
 
 
 @functools.cache
 def kernels_digest() -> str:
-    """Return a digest of the sources that a qualification is of."""
-    package, found = Path(__file__).parents[1], hashlib.sha256()
+    """Return a digest of the sources that a report covers: `_FOLDERS` and csrc/cuda."""
+    package, digest = Path(__file__).parents[1], hashlib.sha256()
     for folder in _FOLDERS:
         for path in sorted((package / folder).rglob("*.py")):
-            found.update(path.read_bytes())
-    for name, text in _C.cuda.sources():
-        found.update(f"{name}\n{text}".encode())
-    return found.hexdigest()[:16]
+            digest.update(path.read_bytes())
+    for name, source in _C.cuda.sources():
+        digest.update(f"{name}\n{source}".encode())
+    return digest.hexdigest()[:16]
 
 
-def path_of(head: Mapping[str, Any]) -> Path:
+def get_report_path(key: Mapping[str, Any]) -> Path:
     """Return the path of a report. ``RuntimeError`` if the user has no home."""
-    digest = hashlib.sha256(json.dumps(head, sort_keys=True).encode()).hexdigest()[:12]
-    return cache_folder() / f"qualified-{head['device']}-{digest}.json"
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
+    return cache_folder() / f"qualified-{key['device']}-{digest}.json"
 
 
 def load(device: str) -> tuple[QualificationReport | None, str]:
-    """Return this machine's report, None if there is none, and a warning for the user if a file
-    was ignored ("" if not)."""
+    """Return the report of this machine, and a warning for the user if a file was ignored.
+
+    The report is None if no valid file exists. The warning is "" if no file was ignored.
+    """
     path: Path | str = "of `tpkernels qualify`"
     try:
-        expected = head(device)
-        path = path_of(expected)
-        data = json.loads(read_trusted(path, most=_MOST_BYTES))
+        expected = machine_key(device)
+        path = get_report_path(expected)
+        data = json.loads(read_trusted(path, max_bytes=_MAX_BYTES))
         if not isinstance(data, dict) or any(data.get(key) != expected[key] for key in expected):
             raise ValueError("it was written on a different machine or by different versions")
         return from_json(QualificationReport, data.get("report"), "report"), ""
     except (FileNotFoundError, RuntimeError):
         return None, ""
     except (OSError, ValueError, RecursionError) as error:
-        why = (
+        warning = (
             f"ignoring the qualification report {path}: {error}. Run `tpkernels qualify` to write "
             "a new report."
         )
-        return None, why
+        return None, warning
 
 
-def of_this_machine(world: int) -> Qualification:
-    """Return what a group of ``world`` ranks may go by on this machine's GPUs."""
+def load_qualification(world: int) -> Qualification:
+    """Load the qualification of a group of ``world`` ranks on the GPUs of this machine."""
     report, _ = load("cuda")
     return Qualification() if report is None else report.qualification(world)
 
 
 def save(device: str, report: QualificationReport) -> Path:
-    """Write this machine's report. ``OSError`` if the file cannot be written."""
-    path = path_of(head(device))
-    replace_file(path, text_of(device, report).encode())
+    """Write the report of this machine. ``OSError`` if the file cannot be written."""
+    path = get_report_path(machine_key(device))
+    replace_file(path, report_to_json(device, report).encode())
     return path
 
 
-def text_of(device: str, report: QualificationReport) -> str:
-    """Return a report as JSON, with the machine's key."""
-    return json.dumps({**head(device), "report": asdict(report)}, indent=1) + "\n"
+def report_to_json(device: str, report: QualificationReport) -> str:
+    """Return a report and the machine key as JSON."""
+    return json.dumps({**machine_key(device), "report": asdict(report)}, indent=1) + "\n"

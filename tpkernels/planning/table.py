@@ -1,15 +1,17 @@
-"""Measured times of the algorithms, and the choices they justify. Pure.
+"""Measured times of the algorithms, and the selection of an algorithm from them. Pure.
 
-A problem that was measured gets its fastest algorithm, unless the algorithm that the rules give
-(choose.py) is as fast: between equals, a single measurement would decide by chance.
+Measured size: the fastest algorithm. The default of the rules (choose.py) is kept if it is as fast;
+otherwise noise in a single measurement would decide.
 
-Between two measured sizes, an algorithm that is as fast as any at both ends is chosen: if times are
-affine in the size, ``t_a <= c * t_b`` at both ends holds in between. If there is none, the choice
-at the nearer end counts up to a ratio of sizes of `_NEAR`. Below the first and above the last size
-it counts up to a ratio of `_ALIKE`. Everywhere else the table decides nothing.
+Between two measured sizes: an algorithm that is as fast as any at both. If times are affine in the
+size, ``t_a <= c * t_b`` at both sizes implies it in between. Without such an algorithm: the best
+algorithm at the nearer size, if the ratio of the sizes is at most `_MAX_RATIO`.
 
-The other dimension of the matmul (N of a column-parallel weight, K of a row-parallel weight) may
-differ by rank, so it is not part of a problem. The measurement that was taken last counts.
+Below the smallest and above the largest measured size: the best algorithm at that size, if the
+ratio is at most `_CLOSE_RATIO`. In all further cases the table does not decide.
+
+N of a column-parallel weight and K of a row-parallel weight may differ by rank, so a problem does
+not contain them. The latest measurement counts.
 """
 
 from __future__ import annotations
@@ -20,24 +22,24 @@ from dataclasses import dataclass, field, replace
 
 from tpkernels.planning.op_spec import OPS, OpSpec
 
-# Times within this ratio of the fastest count as equally fast. Medians of 40 interleaved
-# repetitions of the same algorithm in two runs differ by 1 to 4 %. AMD EPYC Zen 3, 2 ranks,
-# 2026-11-21: `pytest -m slow -s tests/cli/test_tune.py`.
+# Times within this ratio of the fastest time count as equal. Medians of 40 interleaved repetitions
+# of the same algorithm differ by 1 to 4 % between two runs. AMD EPYC Zen 3, 2 ranks, 2026-11-21:
+# `pytest -m slow -s tests/cli/test_tune.py`.
 AS_FAST = 1.02
-# An algorithm beyond this ratio to `unfused` is slower than not fusing.
+# An algorithm whose time / time of `unfused` exceeds this ratio is slower than `unfused`.
 NOT_SLOWER = 1 / 0.97
-# A choice applies to sizes up to this ratio away, at most.
-_NEAR = 2.0
-# Sizes up to this ratio apart need not be measured both.
-_ALIKE = 1.5
+# Maximum ratio between a size and the measured size that decides for it.
+_MAX_RATIO = 2.0
+# Sizes within this ratio share one measurement.
+_CLOSE_RATIO = 1.5
 
 
 @dataclass(frozen=True)
 class Series:
     """Problems that differ only in their extent.
 
-    ``width`` is the last dim of the tensor that travels in a matmul op, 1 for a collective alone;
-    ``dtype`` is that tensor's; ``options`` are the other options that affect times.
+    ``width`` is the last dim of the communicated tensor, or 1 for a collective without a matmul.
+    ``dtype`` is the dtype of that tensor. ``options`` are further options that affect the time.
     """
 
     op: str
@@ -49,22 +51,23 @@ class Series:
 
     @property
     def spec(self) -> OpSpec:
-        """Return what the op does."""
+        """Return the properties of the op."""
         return OPS[self.op]
 
     @property
     def captured(self) -> Series:
-        """Return the series of the same calls in CUDA graphs, where launches cost the host
-        nothing."""
+        """Return the series of the same calls in CUDA graphs. Replays have no launch overhead on
+        the host."""
         return replace(self, options=(*self.options, "captured"))
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Milliseconds of each algorithm on one problem: the shortest of interleaved runs of all ranks.
+    """Milliseconds of each algorithm on one problem: the shortest time of interleaved runs on all
+    ranks.
 
-    ``extent`` counts the rows of a matmul op, or the elements of a collective without a matmul,
-    over all ranks, split evenly. ``date`` is an ISO date.
+    ``extent`` is the number of rows of a matmul op, or of elements of a collective without a
+    matmul. It counts all ranks, and the split is even. ``date`` is an ISO date.
     """
 
     series: Series
@@ -73,7 +76,7 @@ class Measurement:
     date: str
 
     def ratio(self, algorithm: str, among: Collection[str]) -> float:
-        """Return its time over the time of the fastest in ``among``."""
+        """Return the time of ``algorithm`` over the fastest time in ``among``."""
         return self.ms[algorithm] / min(self.ms[name] for name in among)
 
 
@@ -87,85 +90,89 @@ class Table:
     )
 
     def __post_init__(self) -> None:
-        for one in self.measurements:
-            self._by_series.setdefault(one.series, {})[one.extent] = one
+        for measurement in self.measurements:
+            self._by_series.setdefault(measurement.series, {})[measurement.extent] = measurement
 
-    def at(self, series: Series, extent: int) -> Measurement | None:
-        """Return the measurement of exactly this problem."""
+    def get(self, series: Series, extent: int) -> Measurement | None:
+        """Return the measurement of exactly this problem, or None."""
         return self._by_series.get(series, {}).get(extent)
 
-    def near(self, series: Series, extent: int) -> bool:
-        """Return whether this extent, or one that is nearly the same, was measured."""
-        return any(are_alike(known, extent) for known in self._by_series.get(series, ()))
+    def has_close_extent(self, series: Series, extent: int) -> bool:
+        """Return whether this extent or a close extent was measured."""
+        return any(are_close(measured, extent) for measured in self._by_series.get(series, ()))
 
     def extents(self, series: Series) -> list[int]:
         """Return the measured extents."""
         return sorted(self._by_series.get(series, {}))
 
-    def choice(
-        self, series: Series, extent: int, possible: Collection[str], default: str
+    def select(
+        self, series: Series, extent: int, candidates: Collection[str], default: str
     ) -> tuple[str, str] | None:
-        """Return the algorithm to use, out of ``possible``, and the reason; ``default`` is kept if
-        it is as fast. None: the table does not decide."""
-        measured, known = self._by_series.get(series, {}), self.extents(series)
-        if not known:
+        """Return the best algorithm in ``candidates`` and the reason, or None if the table does not
+        decide. ``default`` is kept if it is as fast."""
+        measured, extents = self._by_series.get(series, {}), self.extents(series)
+        if not extents:
             return None
         unit = "rows" if series.spec.has_matmul else "elements"
         if extent in measured:
-            best = _minimax([measured[extent]], possible, default)
-            return best and (best[0], _reason(best[0], measured[extent], possible))
-        above = bisect.bisect(known, extent)
-        ends = known[max(above - 1, 0) : above + 1]
-        if len(ends) == 2:
-            best = _minimax([measured[end] for end in ends], possible, default)
+            best = _minimax([measured[extent]], candidates, default)
+            return best and (best[0], _format_reason(best[0], measured[extent], candidates))
+        above = bisect.bisect(extents, extent)
+        neighbors = extents[max(above - 1, 0) : above + 1]
+        if len(neighbors) == 2:
+            best = _minimax([measured[size] for size in neighbors], candidates, default)
             if best is not None and best[1] <= AS_FAST:
-                reason = f"tuned: as fast as any at {ends[0]} and at {ends[1]} {unit}"
+                reason = f"tuned: as fast as any at {neighbors[0]} and at {neighbors[1]} {unit}"
                 return best[0], reason
-        nearest = min(ends, key=lambda end: _ratio(end, extent))
-        if _ratio(nearest, extent) > (_NEAR if len(ends) == 2 else _ALIKE):
+        nearest = min(neighbors, key=lambda size: _ratio(size, extent))
+        if _ratio(nearest, extent) > (_MAX_RATIO if len(neighbors) == 2 else _CLOSE_RATIO):
             return None
-        best = _minimax([measured[nearest]], possible, default)
+        best = _minimax([measured[nearest]], candidates, default)
         return best and (best[0], f"tuned: from the times at {nearest} {unit}")
 
     def extended(self, new: Iterable[Measurement]) -> Table:
-        """Return the table with ``new`` replacing any measurements of the same problems."""
-        merged = {(one.series, one.extent): one for one in (*self.measurements, *new)}
+        """Return a table that includes ``new``, in place of old measurements of the same
+        problems."""
+        merged = {(item.series, item.extent): item for item in (*self.measurements, *new)}
         return Table(tuple(merged.values()))
 
 
-def are_alike(left: int, right: int) -> bool:
-    """Return whether two extents are so close that they need not be measured both."""
-    return _ratio(left, right) <= _ALIKE
+def are_close(left: int, right: int) -> bool:
+    """Return whether two extents are close enough to share one measurement."""
+    return _ratio(left, right) <= _CLOSE_RATIO
 
 
 def _ratio(left: int, right: int) -> float:
-    """Return by how much two extents differ; they may be 0."""
+    """Return the ratio of two extents, at least 1. Extents may be 0."""
     return max(left, right, 1) / max(min(left, right), 1)
 
 
 def _minimax(
-    measurements: Sequence[Measurement], possible: Collection[str], default: str
+    measurements: Sequence[Measurement], candidates: Collection[str], default: str
 ) -> tuple[str, float] | None:
-    """Return the algorithm with the smallest worst-case ratio to the fastest, and that ratio, among
-    those never slower than `unfused`. None: there is nothing to compare."""
-    names = [name for name in possible if all(name in one.ms for one in measurements)]
+    """Return the algorithm with the smallest worst-case ratio to the fastest, and that ratio.
+
+    Algorithms that are slower than `unfused` in a measurement are skipped. None if fewer than two
+    candidates have times in all ``measurements``.
+    """
+    names = [name for name in candidates if all(name in item.ms for item in measurements)]
     if len(names) < 2:
         return None
     if "unfused" in names:
         names = [
             name
             for name in names
-            if all(one.ms[name] <= NOT_SLOWER * one.ms["unfused"] for one in measurements)
+            if all(item.ms[name] <= NOT_SLOWER * item.ms["unfused"] for item in measurements)
         ]
-    worst = {name: max(one.ratio(name, names) for one in measurements) for name in names}
+    worst = {name: max(item.ratio(name, names) for item in measurements) for name in names}
     if default in worst and worst[default] <= AS_FAST:
         return default, worst[default]
     best = min(names, key=worst.__getitem__)
     return best, worst[best]
 
 
-def _reason(algorithm: str, measured: Measurement, possible: Collection[str]) -> str:
-    others = [name for name in possible if name in measured.ms and name != algorithm]
-    other = "unfused" if "unfused" in others else min(others, key=measured.ms.__getitem__)
-    times = f"{measured.ms[algorithm]:.3g} ms, {other} {measured.ms[other]:.3g} ms"
+def _format_reason(algorithm: str, measured: Measurement, candidates: Collection[str]) -> str:
+    rest = [name for name in candidates if name in measured.ms and name != algorithm]
+    baseline = "unfused" if "unfused" in rest else min(rest, key=measured.ms.__getitem__)
+    times = f"{measured.ms[algorithm]:.3g} ms, {baseline} {measured.ms[baseline]:.3g} ms"
     return f"tuned: {times}, {measured.date}"

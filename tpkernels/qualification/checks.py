@@ -1,5 +1,5 @@
-"""What the ranks of a stage run: calls of one variant. Each rank computes the expected results by
-itself, compares, and reports the first wrong call.
+"""Checks of one variant, run on every rank of a stage. Each rank computes the expected results
+without communication, compares, and reports the first wrong call.
 """
 
 from __future__ import annotations
@@ -17,54 +17,54 @@ import tpkernels
 from tpkernels import cuda, groups
 from tpkernels.algorithms import fused
 from tpkernels.common import dtypes
-from tpkernels.common.text import of_error, short
+from tpkernels.common.text import describe_error, shorten
 from tpkernels.errors import PeerLostError, TpkernelsError, WorkspaceMemoryError
 from tpkernels.launch.session import rank_device, synchronizer
 from tpkernels.ops.reference import Expected, rms_norm
-from tpkernels.ops.tuner import graph_of
+from tpkernels.ops.tuner import capture_graph
 from tpkernels.planning.op_spec import OPS
 from tpkernels.planning.qualification import COPY_ENGINES, SHARDS, SUMS, Failure, Qualification
 from tpkernels.qualification.op_case import NORM_EPS, OpCase, Operands, Outputs
 
-TIMEOUT_S = 10.0  # of a wait
+TIMEOUT_S = 10.0  # timeout of a wait
 _DTYPES = (torch.bfloat16, torch.float32, torch.float16)
-_FIRST, _TEXT = 16, 2000  # wrong elements, and characters of an error, that are kept
+_MAX_MISMATCHES, _MAX_ERROR_CHARS = 16, 2000  # limits of a failure report
 DELAY_US = 200
-# Rows, columns and sums of products: few, then more than a tile, none a multiple of another. LL in
-# one hop takes 0.4 GB for the largest of 8 ranks, in float32.
+# (M, N, K): few rows; then more than a tile, with sizes that do not divide each other; then a
+# larger shape. One-shot LL uses 0.4 GB for the largest shape on 8 ranks in float32.
 _SMALL = ((2, 24, 40), (61, 72, 136))
 _LARGE = ((2, 4096, 128), (1021, 1032, 2056), (2048, 1536, 4096))
 _REPLAYS = 10
-TOP_K = 3  # experts of a token
-_WIRE_ROUNDINGS = 2  # of a partial, and of the sum by a switch
+TOP_K = 3  # experts per token
+_WIRE_ROUNDINGS = 2  # roundings of a partial sum, and of the sum in a switch
 
 
 @dataclass(frozen=True)
 class CheckedCall:
-    """A call of an op on x [m, k], or [m, n] of a collective, and w [k, n] of each rank, with a
-    residual if the op takes one."""
+    """A call of an op: x [m, k] and w [k, n] per rank or, for a collective, x [m, n]. With a
+    residual if the op supports it."""
 
     op: str
     shape: tuple[int, int, int]
     dtype: torch.dtype
-    exact: bool  #: integers
+    exact: bool  #: integer data, with exact results
     delayed: bool
     seed: int
     replayed: bool = False
 
     def __str__(self) -> str:
         data = "integers" if self.exact else "random data"
-        how = ", delayed" if self.delayed else ", replayed" if self.replayed else ""
+        suffix = ", delayed" if self.delayed else ", replayed" if self.replayed else ""
         shape = "x".join(map(str, self.shape))
-        return f"{self.op} {shape} {dtypes.name(self.dtype)}, {data}{how}"
+        return f"{self.op} {shape} {dtypes.name(self.dtype)}, {data}{suffix}"
 
     def operands(self, rank: int, world: int, device: torch.device) -> Operands:
-        """Make what a rank passes to the op."""
+        """Create the operands of a rank."""
         (m, n, k), spec = self.shape, OPS[self.op]
-        whole = (m, n * world, k) if spec.gathers else (m, n, k * world)
+        extents = (m, n * world, k) if spec.gathers else (m, n, k * world)
         case = OpCase(
             op=self.op,
-            extents=whole if spec.has_matmul else (m, n),
+            extents=extents if spec.has_matmul else (m, n),
             dtype=self.dtype,
             world=world,
             device=device,
@@ -81,8 +81,8 @@ class CheckedCall:
         return case.operands(rank)
 
 
-def ops_of(variant: str) -> list[str]:
-    """Return the ops by which a variant is checked."""
+def get_checked_ops(variant: str) -> list[str]:
+    """Return the ops that check a variant."""
     algorithm, _, name = variant.partition("/")
     if name == "routed":
         return ["moe_dispatch", "moe_combine"]
@@ -103,37 +103,37 @@ def ops_of(variant: str) -> list[str]:
     return [kinds[name], *collectives]
 
 
-def shapes_on(device: str) -> tuple[tuple[int, int, int], ...]:
-    """Return the rows, columns and sums of the calls; on CPUs, a rehearsal, few."""
+def get_shapes(device: str) -> tuple[tuple[int, int, int], ...]:
+    """Return M, N, K of the calls. The CPU dry run uses small shapes."""
     return _SMALL if device == "cpu" else _LARGE
 
 
-def calls_of(variant: str, device: str, repeats: int) -> Iterator[CheckedCall]:
-    """Return the calls by which a variant is checked: on integers, then random data, without delays
-    and with them, then replays of graphs."""
-    shapes, kinds = shapes_on(device), _DTYPES[:2] if device == "cpu" else _DTYPES
+def make_calls(variant: str, device: str, repeats: int) -> Iterator[CheckedCall]:
+    """Yield the calls that check a variant: integers, integers with delays, random data, then
+    replays of a CUDA graph."""
+    shapes, kinds = get_shapes(device), _DTYPES[:2] if device == "cpu" else _DTYPES
     if variant.startswith("multimem/"):
-        kinds = kinds[:2]  # torch has no kernel that sums float16
+        kinds = kinds[:2]  # the torch multimem ops cannot reduce float16
     seed = itertools.count(1)
     for _ in range(repeats):
         for delayed, exact in ((False, True), (True, True), (False, False)):
-            for shape, dtype, op in itertools.product(shapes, kinds, ops_of(variant)):
+            for shape, dtype, op in itertools.product(shapes, kinds, get_checked_ops(variant)):
                 yield CheckedCall(op, shape, dtype, exact, delayed, next(seed))
-    for op in ops_of(variant) if device == "cuda" else ():
+    for op in get_checked_ops(variant) if device == "cuda" else ():
         yield CheckedCall(op, shapes[1], torch.bfloat16, True, False, next(seed), replayed=True)
 
 
 @dataclass
 class StageReport:
-    """What a rank reports of a stage."""
+    """Report of a rank on a stage."""
 
-    checks: int = 0  #: calls, or packs of a litmus test, that were right
-    failure: Failure | None = None  #: the first one
-    call: str = "setup"  #: under way
+    checks: int = 0  #: number of correct calls, or of correct values in a litmus test
+    failure: Failure | None = None  #: first failure
+    call: str = "setup"  #: current call
 
 
-class Failed(Exception):
-    """Ends a stage on this rank."""
+class StageFailed(Exception):
+    """Ends a stage on this rank with a failure."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure)
@@ -141,28 +141,31 @@ class Failed(Exception):
 
 
 @contextlib.contextmanager
-def reporting(rank: int = 0) -> Iterator[StageReport]:
-    """Give a report, which takes what is raised within: whatever it is, it fails the stage."""
+def collect_report(rank: int = 0) -> Iterator[StageReport]:
+    """Yield a report. An exception in the block becomes the failure of the report."""
     report = StageReport()
     try:
         yield report
-    except Failed as error:
+    except StageFailed as error:
         report.failure = error.failure
     except Exception as error:
-        report.failure = failure_of(error, report.call, rank)
+        report.failure = make_failure(error, report.call, rank)
 
 
 def check_variant(variant: str, device: str, repeats: int = 1) -> StageReport:
     """Check a variant on this rank."""
-    where, previous = rank_device(device), list[torch.Tensor]()
-    with reporting(dist.get_rank()) as report, _one_variant(variant, where) as group:
-        own = groups.get(group.group_name)
-        for call in calls_of(variant, device, repeats):
+    torch_device, previous = rank_device(device), list[torch.Tensor]()
+    with (
+        collect_report(dist.get_rank()) as report,
+        _create_variant_group(variant, torch_device) as group,
+    ):
+        tp_group = groups.get(group.group_name)
+        for call in make_calls(variant, device, repeats):
             report.call = str(call)
-            if own.workspace is not None:
+            if tp_group.workspace is not None:
                 delay = DELAY_US if call.delayed else 0
-                own.workspace.set_chaos(seed=group.rank(), max_delay_us=delay)
-            operands = call.operands(group.rank(), group.size(), where)
+                tp_group.workspace.set_chaos(seed=group.rank(), max_delay_us=delay)
+            operands = call.operands(group.rank(), group.size(), torch_device)
             run = functools.partial(operands.run, variant.partition("/")[0], group)
             if call.replayed:
                 _replay(operands, run, previous)
@@ -170,16 +173,16 @@ def check_variant(variant: str, device: str, repeats: int = 1) -> StageReport:
                 results = run()
                 if (wait := synchronizer(device)) is not None:
                     wait()
-                tpkernels.check(group)  # a failed wait says more than the NaN that it leaves
-                require(operands, results, previous)
+                tpkernels.check(group)  # before the comparison, which would only report NaN
+                require_correct(operands, results, previous)
             report.checks += 1
         tpkernels.check(group)
-        # Nobody leaves before all have looked.
-        own.exchange_in_turn("end of the stage", report.checks, "cpu")
+        # Keep the group alive until all ranks have checked their results.
+        tp_group.lock_and_exchange("end of the stage", report.checks, "cpu")
     return report
 
 
-def failure_of(error: BaseException, call: str, rank: int) -> Failure:
+def make_failure(error: BaseException, call: str, rank: int) -> Failure:
     """Return the failure of a call that raised ``error`` on ``rank``."""
     kind, peer = "error", error.peer if isinstance(error, TpkernelsError) else None
     if isinstance(error, MemoryError | torch.OutOfMemoryError | WorkspaceMemoryError):
@@ -188,105 +191,119 @@ def failure_of(error: BaseException, call: str, rank: int) -> Failure:
         kind = "lost"
     elif isinstance(error, NotImplementedError):
         kind = "unsupported"
-    return Failure(kind, call, rank, peer, short(of_error(error), _TEXT))
+    return Failure(kind, call, rank, peer, shorten(describe_error(error), _MAX_ERROR_CHARS))
 
 
 def accumulate_in_float32() -> None:
-    """Have torch's products on GPUs round as the bound says."""
+    """Make torch matmuls on GPUs round as the error bound assumes."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
 @contextlib.contextmanager
-def copying(variant: str) -> Iterator[None]:
-    """Gather shards of every size by copy engines, if ``variant`` is the one that uses them."""
-    least = fused.COPY_ENGINE_BYTES
+def force_copy_engines(variant: str) -> Iterator[None]:
+    """Gather shards of every size with copy engines if ``variant`` uses them."""
+    min_bytes = fused.COPY_ENGINE_BYTES
     if variant == f"fused/{COPY_ENGINES}":
         fused.COPY_ENGINE_BYTES = 0
     try:
         yield
     finally:
-        fused.COPY_ENGINE_BYTES = least
+        fused.COPY_ENGINE_BYTES = min_bytes
 
 
 @contextlib.contextmanager
-def _one_variant(variant: str, device: torch.device) -> Iterator[dist.ProcessGroup]:
+def _create_variant_group(variant: str, device: torch.device) -> Iterator[dist.ProcessGroup]:
     """Create a group whose calls use only this variant of its algorithm."""
     accumulate_in_float32()
     group = dist.new_group()
-    assert group is not None  # all ranks are in it
+    assert group is not None  # the group contains all ranks
     tpkernels.init(group, timeout=TIMEOUT_S, autotune=False)
-    own, (algorithm, _, name) = groups.get(group.group_name), variant.partition("/")
-    own.use_qualification(Qualification(frozenset({variant})))
-    if name == COPY_ENGINES and (why := cuda.unsupported(device)) is not None:
-        raise NotImplementedError(f"{variant} {why}")  # it would go without them
+    tp_group, (algorithm, _, name) = groups.get(group.group_name), variant.partition("/")
+    tp_group.use_qualification(Qualification(frozenset({variant})))
+    if name == COPY_ENGINES and (reason := cuda.unsupported(device)) is not None:
+        # Without this error, the calls would run without copy engines.
+        raise NotImplementedError(f"{variant} {reason}")
     try:
-        with copying(variant):
+        with force_copy_engines(variant):
             yield group
-        spaces = own.workspace.on_gpus.values() if own.workspace is not None else ()
-        for space in spaces if algorithm in ("direct", "fused") else ():
-            if space.current.variants != {name}:
+        workspaces = (
+            tp_group.workspace.cuda_workspaces.values() if tp_group.workspace is not None else ()
+        )
+        for workspace in workspaces if algorithm in ("direct", "fused") else ():
+            if workspace.current.variants != {name}:
                 raise RuntimeError(
-                    f"{variant} was selected, but the calls ran {sorted(space.current.variants)}"
+                    f"{variant} was selected, but the calls ran "
+                    f"{sorted(workspace.current.variants)}"
                 )
     finally:
         dist.destroy_process_group(group)
 
 
 def _replay(operands: Operands, run: Callable[[], Outputs], previous: list[torch.Tensor]) -> None:
-    """Capture a call in a graph, and replay it with new values each time."""
-    made: list[list[torch.Tensor]] = []
-    replay = graph_of(lambda: made.append(run()), calls=1)
+    """Capture a call in a CUDA graph and replay it, with new operand values in each replay."""
+    outputs: list[list[torch.Tensor]] = []
+    replay = capture_graph(lambda: outputs.append(run()), calls=1)
     for i in range(_REPLAYS):
-        renewed = operands.refill(operands.of.seed + 1000 * (i + 1))
+        refilled = operands.refill(operands.case.seed + 1000 * (i + 1))
         replay()
         torch.cuda.synchronize()
-        require(renewed, made[-1], previous)
+        require_correct(refilled, outputs[-1], previous)
 
 
-def require(operands: Operands, results: list[torch.Tensor], previous: list[torch.Tensor]) -> None:
-    """Raise `Failed` if the results of a call are wrong; ``previous`` is that of `compared`."""
-    if (failure := compared(operands, results, previous)) is not None:
-        raise Failed(failure)
+def require_correct(
+    operands: Operands, results: list[torch.Tensor], previous: list[torch.Tensor]
+) -> None:
+    """Raise `StageFailed` if the results of a call are wrong. ``previous``: see
+    `compare_results`."""
+    if (failure := compare_results(operands, results, previous)) is not None:
+        raise StageFailed(failure)
 
 
-def compared(
+def compare_results(
     operands: Operands, results: list[torch.Tensor], previous: list[torch.Tensor]
 ) -> Failure | None:
-    """Return what is wrong with the results of a call; None: nothing. ``previous`` holds the values
-    that were expected of the last one. Rows are normalised after the sum was rounded, whose values
-    are checked before."""
+    """Compare the results of a call with the expected values. Return the failure, or None.
+
+    ``previous`` holds the expected values of the previous call and is updated. Normalised rows are
+    compared with the norm of the returned sum, which is checked first.
+    """
     expected = operands.expected(wire_roundings=_WIRE_ROUNDINGS)
-    wanted = list(expected)
+    references = list(expected)
     if operands.norm_weight is not None:
-        wanted.append(rms_norm(results[0], operands.norm_weight, NORM_EPS))
-    for got, want in zip(results, wanted, strict=True):
-        failure = _difference(got, want, previous, operands.of.name, operands.rank)
+        references.append(rms_norm(results[0], operands.norm_weight, NORM_EPS))
+    for result, reference in zip(results, references, strict=True):
+        failure = _compare(result, reference, previous, operands.case.name, operands.rank)
         if failure is not None:
             return failure
-    previous[:] = [want.exact for want in expected]
+    previous[:] = [reference.exact for reference in expected]
     return None
 
 
-def _difference(
-    got: torch.Tensor, want: Expected, previous: list[torch.Tensor], call: str, rank: int
+def _compare(
+    result: torch.Tensor, reference: Expected, previous: list[torch.Tensor], call: str, rank: int
 ) -> Failure | None:
-    """Return what is wrong with a result; None: nothing."""
-    wrong = want.wrong(got)
+    """Return the failure of a result, or None if it is correct."""
+    wrong = reference.wrong(result)
     if not wrong.any():
         return None
-    at = wrong.flatten().nonzero().flatten()
-    values, wanted = got.flatten()[at].double().cpu(), want.exact.flatten()[at].cpu()
+    indices = wrong.flatten().nonzero().flatten()
+    values, exact = (
+        result.flatten()[indices].double().cpu(),
+        reference.exact.flatten()[indices].cpu(),
+    )
     looks = ""
     if values.isnan().all():
         looks = "NaN"
     elif (values == 0).all():
         looks = "zero"
-    elif previous and previous[0].shape == want.exact.shape:
-        stale = previous[0].flatten()[at].cpu()
+    elif previous and previous[0].shape == reference.exact.shape:
+        stale = previous[0].flatten()[indices].cpu()
         looks = "the previous call's" if torch.equal(stale, values) else ""
-    triples = zip(at.tolist(), values.tolist(), wanted.tolist(), strict=True)
-    first = tuple((i, f"{a:.6g}", f"{b:.6g}") for i, a, b in itertools.islice(triples, _FIRST))
-    counts = want.exact.numel(), len(at)
+    triples = zip(indices.tolist(), values.tolist(), exact.tolist(), strict=True)
+    first = tuple(
+        (i, f"{a:.6g}", f"{b:.6g}") for i, a, b in itertools.islice(triples, _MAX_MISMATCHES)
+    )
+    counts = reference.exact.numel(), len(indices)
     return Failure("wrong", call, rank, None, "", *counts, first, looks)

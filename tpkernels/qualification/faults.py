@@ -1,7 +1,7 @@
-"""What a rank learns of a peer that is late, was killed, or is in another call.
+"""Fault tests: errors on the ranks whose peer is late, was killed, or made a different call.
 
-On CUDA tensors a call only queues work: after a failure its result is NaN, and the next call
-raises. On CPU tensors the call itself raises.
+On CUDA tensors a call only queues work. After a failure its result is NaN, and the next call
+raises. On CPU tensors the failed call raises.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
-from tpkernels.common.text import of_error
+from tpkernels.common.text import describe_error
 from tpkernels.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -35,14 +35,14 @@ CULPRIT = 1  # the rank with the fault
 
 
 def check(name: str, device: str) -> StageReport:
-    """Make a fault, such as "late, direct", on one rank; the others report whether they are told
-    what happened, in time."""
+    """Inject a fault, such as "late, direct", on rank `CULPRIT`. Each remaining rank reports a
+    failure if it does not get the right error in time."""
     kind, _, algorithm = name.partition(", ")
-    where = rank_device(device)
+    torch_device = rank_device(device)
     group = dist.new_group()
-    assert group is not None  # all ranks are in it
+    assert group is not None  # the group contains all ranks
     tpkernels.init(group, timeout=_TIMEOUT_S, autotune=False)
-    x, w = torch.ones(64, 64, device=where), torch.ones(64, 64, device=where)
+    x, w = torch.ones(64, 64, device=torch_device), torch.ones(64, 64, device=torch_device)
 
     def call(rows: int = 64) -> torch.Tensor | None:
         result = tpkernels.matmul_all_reduce(x[:rows], w, group, algorithm=algorithm)
@@ -58,7 +58,7 @@ def check(name: str, device: str) -> StageReport:
         time.sleep(3 * _TIMEOUT_S if kind == "late" else 0)
         try:
             call(32)
-        except TpkernelsError:  # it is told as well
+        except TpkernelsError:  # the faulty rank also gets an error
             time.sleep(_TIMEOUT_S)
         return StageReport(1)
     begin, result, error = time.monotonic(), None, None
@@ -74,11 +74,13 @@ def check(name: str, device: str) -> StageReport:
         error = raised
     seconds = time.monotonic() - begin
     if not isinstance(error, _ERRORS[kind]) or error.peer not in (None, CULPRIT):
-        return _failed(name, f"expected {_ERRORS[kind].__name__}; got {error and of_error(error)}")
+        return _failed(
+            name, f"expected {_ERRORS[kind].__name__}; got {error and describe_error(error)}"
+        )
     if seconds > 4 * _TIMEOUT_S:
         return _failed(name, f"the error came after {seconds:.1f} s: {error}")
     return StageReport(1)
 
 
-def _failed(name: str, text: str) -> StageReport:
-    return StageReport(0, Failure("error", name, dist.get_rank(), CULPRIT, text))
+def _failed(name: str, message: str) -> StageReport:
+    return StageReport(0, Failure("error", name, dist.get_rank(), CULPRIT, message))

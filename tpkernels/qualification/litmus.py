@@ -1,8 +1,8 @@
-"""Litmus tests of single stores and signals between all ordered pairs of ranks at once, by the
-kernels of csrc/cuda/litmus.cuh, and of copy engines.
+"""Litmus tests of stores and signals (csrc/cuda/litmus.cuh) and of copy engines. A round runs on
+all ordered pairs of ranks concurrently.
 
-Zero wrong values of N do not prove that there are none: with 95 % confidence the rate is below 3/N,
-which the report says.
+Zero wrong values out of N do not prove correctness. With 95 % confidence the error rate is below
+3/N. The report contains this bound.
 """
 
 from __future__ import annotations
@@ -17,95 +17,104 @@ import tpkernels
 from tpkernels import _C, cuda, groups
 from tpkernels.common.integers import ceil_div
 from tpkernels.cuda.image import launch
-from tpkernels.cuda.layouts import MOST_BLOCKS, PACK_BYTES, ll_words
-from tpkernels.cuda.operands import space_of
+from tpkernels.cuda.layouts import MAX_BLOCKS, PACK_BYTES, ll_signals
+from tpkernels.cuda.operands import kernel_space
 from tpkernels.launch.session import rank_device, synchronizer
 from tpkernels.planning.qualification import Failure
-from tpkernels.qualification.checks import TIMEOUT_S, Failed, StageReport, reporting
+from tpkernels.qualification.checks import TIMEOUT_S, StageFailed, StageReport, collect_report
 from tpkernels.symm.device import DeviceWorkspace
 
 _RECORDS = 16
-# Packs of each pair and round, and rounds: more than 2^23 packs of each pair.
+# Packs per pair and round, number of rounds. In total more than 2^23 packs per pair on GPUs.
 _SIZES = {"cpu": (280, 20), "cuda": (7 << 13, 160)}
 _COPY_ROUNDS = 20
 
 
 def check(name: str, device: str, repeats: int = 1) -> StageReport:
-    """Run a litmus test on this rank; report how many packs of 16 bytes arrived right."""
-    with reporting(dist.get_rank()) as report, _space(rank_device(device)) as space:
+    """Run a litmus test on this rank. Report the number of correct values: 16-byte packs, or
+    8-byte elements of "copies"."""
+    with (
+        collect_report(dist.get_rank()) as report,
+        _create_workspace(rank_device(device)) as workspace,
+    ):
         report.call = name
         if name == "copies":
-            _copies(space, repeats, report)
+            _run_copies(workspace, repeats, report)
         else:
-            _stores(name, space, device, repeats, report)
+            _run_stores(name, workspace, device, repeats, report)
     return report
 
 
 @contextlib.contextmanager
-def _space(device: torch.device) -> Iterator[DeviceWorkspace]:
-    """Make a group with a workspace that holds a round; its kernels' failures are raised."""
+def _create_workspace(device: torch.device) -> Iterator[DeviceWorkspace]:
+    """Create a group whose workspace holds a round. Raise the failures of its kernels."""
     group = dist.new_group()
-    assert group is not None  # all ranks are in it
+    assert group is not None  # the group contains all ranks
     tpkernels.init(group, timeout=TIMEOUT_S, autotune=False)
-    own = groups.get(group.group_name)
+    tp_group = groups.get(group.group_name)
     try:
-        reason = own.unsupported_kernels(device, "CUDA", cuda.unsupported(device))
-        if reason is not None or own.workspace is None:
-            raise NotImplementedError(reason or f"share no memory: {own.why_not_shared}")
+        reason = tp_group.unsupported_kernels(device, "CUDA", cuda.unsupported(device))
+        if reason is not None or tp_group.workspace is None:
+            raise NotImplementedError(reason or f"share no memory: {tp_group.unshared_reason}")
         nbytes = _SIZES[device.type][0] * PACK_BYTES
-        sizes = ll_words(nbytes), own.world * nbytes
-        yield own.workspace.cuda(device, *sizes, "a litmus test").current
+        sizes = ll_signals(nbytes), tp_group.world * nbytes
+        yield tp_group.workspace.cuda(device, *sizes, "a litmus test").current
         tpkernels.check(group)
-        own.exchange_in_turn("end of the stage", 0, "cpu")  # nobody leaves before all have looked
+        # Keep the group alive until all ranks have checked their results.
+        tp_group.lock_and_exchange("end of the stage", 0, "cpu")
     finally:
         dist.destroy_process_group(group)
 
 
-def _stores(
-    name: str, space: DeviceWorkspace, device: str, repeats: int, report: StageReport
+def _run_stores(
+    name: str, workspace: DeviceWorkspace, device: str, repeats: int, report: StageReport
 ) -> None:
-    """Run the rounds of a kernel."""
+    """Run the rounds of a litmus kernel."""
     packs, rounds = _SIZES[device]
     nbytes = packs * PACK_BYTES
-    found = torch.zeros(2 + 4 * _RECORDS, dtype=torch.int64, device=space.regions.device)
-    blocks = min(MOST_BLOCKS, ceil_div(packs, 512))
+    result = torch.zeros(2 + 4 * _RECORDS, dtype=torch.int64, device=workspace.regions.device)
+    blocks = min(MAX_BLOCKS, ceil_div(packs, 512))
     for number in range(rounds * repeats):
-        arguments = _C.cuda.Litmus(found.data_ptr(), _RECORDS, number, nbytes)
-        words = space_of(space, 1 + number)
-        launch(f"litmus_{name}", found.device, words, arguments, blocks=blocks)
+        arguments = _C.cuda.Litmus(result.data_ptr(), _RECORDS, number, nbytes)
+        space = kernel_space(workspace, 1 + number)
+        launch(f"litmus_{name}", result.device, space, arguments, blocks=blocks)
     if (wait := synchronizer(device)) is not None:
         wait()
-    report.checks, wrong, *records = found.tolist()
+    report.checks, wrong, *records = result.tolist()
     if not wrong:
         return
-    taken = [records[i : i + 4] for i in range(0, 4 * min(wrong, _RECORDS), 4)]
-    first = tuple((at, f"{got:#x}", f"{want:#x}") for _, at, got, want in taken)
+    errors = [records[i : i + 4] for i in range(0, 4 * min(wrong, _RECORDS), 4)]
+    first = tuple((index, f"{got:#x}", f"{want:#x}") for _, index, got, want in errors)
     call = f"litmus test of {name}, all pairs of ranks simultaneously"
-    text = "the flag arrived, but the values differ from those that were sent"
-    raise Failed(Failure("wrong", call, space.rank, taken[0][0], text, report.checks, wrong, first))
+    message = "the flag arrived, but the values differ from those that were sent"
+    raise StageFailed(
+        Failure("wrong", call, workspace.rank, errors[0][0], message, report.checks, wrong, first)
+    )
 
 
-def _copies(space: DeviceWorkspace, repeats: int, report: StageReport) -> None:
-    """Fetch, by copy engines, what each peer has put into its memory and announced."""
-    count, device = 1 << 10, space.regions.device
-    peers = [(space.rank + i) % space.world for i in range(1, space.world)]
-    own, theirs = (torch.empty(count, dtype=torch.int64, device=device) for _ in range(2))
+def _run_copies(workspace: DeviceWorkspace, repeats: int, report: StageReport) -> None:
+    """Copy the published buffer of each peer with copy engines, and check the values."""
+    count, device = 1 << 10, workspace.regions.device
+    peers = [(workspace.rank + i) % workspace.world for i in range(1, workspace.world)]
+    source, received = (torch.empty(count, dtype=torch.int64, device=device) for _ in range(2))
     for number in range(_COPY_ROUNDS * repeats):
         fetched = {}
-        with cuda.CopyCall(space, 1 + number) as call:
-            torch.arange(count, out=own).add_(_value(number, space.rank))
-            call.put(own, 0)
+        with cuda.CopyCall(workspace, 1 + number) as call:
+            torch.arange(count, out=source).add_(_value(number, workspace.rank))
+            call.put(source, 0)
             call.publish(1)
             for peer in peers:
-                call.fetch(peer, 1, theirs, 0)
-                fetched[peer] = theirs.clone()
+                call.fetch(peer, 1, received, 0)
+                fetched[peer] = received.clone()
         for peer, values in fetched.items():
-            want = torch.arange(count, device=device) + _value(number, peer)
-            wrong = (values != want).nonzero().flatten().tolist()
+            expected = torch.arange(count, device=device) + _value(number, peer)
+            wrong = (values != expected).nonzero().flatten().tolist()
             if wrong:
-                first = tuple((i, str(int(values[i])), str(int(want[i]))) for i in wrong[:_RECORDS])
-                call_text, counts = f"litmus test of copies, round {number}", (count, len(wrong))
-                raise Failed(Failure("wrong", call_text, space.rank, peer, "", *counts, first))
+                first = tuple(
+                    (i, str(int(values[i])), str(int(expected[i]))) for i in wrong[:_RECORDS]
+                )
+                name, counts = f"litmus test of copies, round {number}", (count, len(wrong))
+                raise StageFailed(Failure("wrong", name, workspace.rank, peer, "", *counts, first))
         report.checks += count * len(peers)
 
 

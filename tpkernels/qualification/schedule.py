@@ -1,11 +1,11 @@
-"""What `tpkernels qualify` runs on a machine, in which order, and for how long. Pure: it depends on
-a `Topology` alone, so tests can ask about machines that are not here.
+"""The stages of `tpkernels qualify`, with their order and expected times. Pure: the schedule is a
+function of a `Topology`, so tests can schedule for any machine.
 
-Order: the largest world size first, since most jobs use all GPUs of a host. In each world, litmus
-tests run before the variants that rely on them, and simple protocols before involved ones. If ranks
-share a GPU, all variants first run on virtual ranks, whose kernels run concurrently (virtual.py). A
-variant that fails there is not run in processes. A stage that does not fit the budget is not run,
-and its variant is not qualified.
+World sizes: the largest first, because most jobs use all GPUs of a host. Within a world size,
+litmus tests run before the variants that rely on them, and simple protocols before complex
+protocols. If ranks share a GPU, all variants first run on virtual ranks, whose kernels run
+concurrently (virtual.py). A variant that fails there does not run in processes. A stage that does
+not fit the budget does not run, and its variant is not qualified.
 """
 
 from __future__ import annotations
@@ -16,28 +16,30 @@ from dataclasses import dataclass, replace
 
 from tpkernels.planning.qualification import COPY_ENGINES, SHARDS, SUMS
 
-FAULTS = ("late", "killed", "another call")  #: of one rank
-#: Of single stores and signals.
+FAULTS = ("late", "killed", "another call")  #: faults of one rank
+#: Litmus tests of stores, signals and copies.
 LITMUS = ("messages", "words", "copies", "bulk")
-KINDS = ("all_gather", "reduce_scatter", "all_reduce")  #: of ops with a matmul
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")  #: collectives of ops with a matmul
 
-# Seconds of a stage on GPUs. Start: ranks, contexts, symmetric memory; and its calls. Together 1 to
-# 6 s on an H200, 2026-11-26, and 13 to 22 s with compiling. Compiling: for each of so many Triton
-# kernels, which take 0.94 s of CPU time for sm_90 in the median of 15, and 8.1 s the first one. AMD
-# EPYC Zen 5, 2026-11-25, tests/support/kernel_builds.py. On AMD EPYC Zen 1, 2026-11-26, 0.7 to
-# 1.6 s.
+# Seconds of a stage on GPUs. START_S: processes, CUDA contexts, symmetric memory. CALLS_S: calls.
+# Measured together on an H200, 2026-11-26: 1 to 6 s, or 13 to 22 s with compilation.
+# COMPILE_S: compilation of one Triton kernel. Measured CPU time for sm_90 with
+# tests/support/kernel_builds.py: median 0.94 s of 15 kernels and 8.1 s for the first kernel on AMD
+# EPYC Zen 5, 2026-11-25; 0.7 to 1.6 s on AMD EPYC Zen 1, 2026-11-26.
 START_S, CALLS_S, COMPILE_S = 4.0, 2.0, 1.0
+# Number of Triton kernels per variant of `fused`.
 _KERNELS = {"all_gather": 12, "reduce_scatter": 12, "all_reduce": 18, COPY_ENGINES: 6}
-_VIRTUAL_KERNELS = 5  # more: for 4 and 8 ranks, and without waits
-_THOROUGH = 4.0  # as many calls
+_VIRTUAL_KERNELS = 5  # additional kernels of virtual ranks: 4 and 8 ranks, and without waits
+_THOROUGH = 4.0  # factor for the number of calls
 _FAULT_S = 15.0
-AUTOMATIC_S, ONE_GPU_S, MOST_S = 60.0, 240.0, 3600.0  #: budgets
-VIRTUAL = "virtual "  #: before the name of a variant that virtual ranks check
-OVER_BUDGET = "over budget"  #: why a stage is left out
+#: Default budgets in seconds: of `tpkernels.qualify`, of one GPU, of several GPUs.
+AUTOMATIC_S, ONE_GPU_S, MULTI_GPU_S = 60.0, 240.0, 3600.0
+VIRTUAL = "virtual "  #: name prefix of a variant that virtual ranks check
+OVER_BUDGET = "over budget"  #: reason why a stage is skipped
 
 
-# The variants that rely on each litmus test: if the test fails, they may be right by luck. On GPUs
-# with TMA, `fused` stores its partials with TMA.
+# The variants that rely on each litmus test. If the test fails, a correct result of these variants
+# proves nothing. On GPUs with TMA, `fused` stores its partial sums with TMA ("bulk").
 _RELY_ON = {
     "words": ("direct/ll", "direct/ll_two_shot"),
     "messages": (
@@ -47,20 +49,20 @@ _RELY_ON = {
     "copies": (*(f"pipelined/{kind}" for kind in KINDS), f"fused/{COPY_ENGINES}"),
     "bulk": ("fused/reduce_scatter", "fused/all_reduce"),
 }
-_TMA_SINCE = 90  # compute capability
+_TMA_MIN_CAPABILITY = 90  # minimum compute capability of TMA
 
 
 @dataclass(frozen=True)
 class Topology:
-    """What a host's GPUs can do for one another.
+    """The GPUs of a host and their links.
 
     Attributes:
-        kinds: each GPU's name.
-        capability: compute capability, 90 for 9.0.
-        visible: GPUs that one rank sees; fewer than all with ``--gpus-per-task``.
-        peers: every GPU maps every other's memory.
-        multicast: NVSwitches store at all GPUs at once.
-        refused: why no rank may run kernels that wait, such as MIG; "" if they may.
+        kinds: names of the GPUs.
+        capability: lowest compute capability, 90 for 9.0.
+        visible: number of GPUs visible to one rank. Less than all with Slurm ``--gpus-per-task``.
+        peers: whether all pairs of GPUs have peer access.
+        multicast: whether NVSwitch multicast is available.
+        refused: reason why ranks cannot run kernels that wait, such as MIG. "" if they can.
     """
 
     kinds: tuple[str, ...]
@@ -72,57 +74,57 @@ class Topology:
 
     @property
     def gpus(self) -> int:
-        """Return how many GPUs the host has."""
+        """Return the number of GPUs."""
         return len(self.kinds)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the qualification, in processes of its own.
+    """A step of the qualification, in separate processes.
 
     Attributes:
         name: a litmus test, a fault as "fault, algorithm", or a variant as "algorithm/variant",
             prefixed with `VIRTUAL` if virtual ranks check it.
         world: the number of ranks.
-        backend: of their process group.
-        seconds: that it is expected to take on a GPU.
-        why_not: why it is not run; "" if it is.
-        relies_on: the litmus tests without which it is not run.
+        backend: backend of the process group.
+        seconds: expected seconds on a GPU.
+        skip_reason: reason why the stage is skipped; "" if it runs.
+        relies_on: litmus tests that must pass first.
     """
 
     name: str
     world: int
     backend: str = "gloo"
     seconds: float = START_S + CALLS_S
-    why_not: str = ""
+    skip_reason: str = ""
     relies_on: tuple[str, ...] = ()
 
     @property
     def is_litmus(self) -> bool:
-        """Return whether it tests what the variants rely on, not a variant."""
+        """Return whether the stage is a prerequisite of variants, not a variant."""
         return "/" not in self.name or self.is_virtual
 
     @property
     def is_virtual(self) -> bool:
-        """Return whether virtual ranks run it, in one process."""
+        """Return whether virtual ranks in one process run the stage."""
         return self.name.startswith(VIRTUAL)
 
     @property
     def is_over_budget(self) -> bool:
-        """Return whether it is left out for want of time."""
-        return OVER_BUDGET in self.why_not
+        """Return whether the stage is skipped because of the budget."""
+        return OVER_BUDGET in self.skip_reason
 
     def within(self, left: float) -> Stage:
-        """Return this stage, left out if it takes more than ``left`` seconds."""
-        if self.why_not and not self.is_over_budget:
+        """Return this stage, marked as skipped if it needs more than ``left`` seconds."""
+        if self.skip_reason and not self.is_over_budget:
             return self
-        why = f"{OVER_BUDGET}: it needs {self.seconds:.0f} s, and {left:.0f} s are left"
-        return replace(self, why_not=why if self.seconds > left else "")
+        reason = f"{OVER_BUDGET}: it needs {self.seconds:.0f} s, and {left:.0f} s are left"
+        return replace(self, skip_reason=reason if self.seconds > left else "")
 
 
-def worlds_of(topology: Topology) -> tuple[int, ...]:
-    """Return the numbers of ranks for which a host qualifies by default: all its GPUs, then half of
-    them and so on; two ranks on one GPU, which prove the kernels but no link."""
+def default_worlds(topology: Topology) -> tuple[int, ...]:
+    """Return the default world sizes: all GPUs of the host, then half of them, down to 2 or 3. With
+    one GPU: two ranks, which validate the kernels but not a link."""
     if topology.gpus == 1:
         return (2,)
     worlds = [topology.gpus]
@@ -138,44 +140,46 @@ def schedule(
     budget: float | None = None,
     thorough: bool = False,
     only: str = "",
-    known: Callable[[str, int], bool] = lambda name, world: False,
+    has_result: Callable[[str, int], bool] = lambda name, world: False,
 ) -> list[Stage]:
-    """Return the stages in their order, also those that are not run, with the reason. Which fit the
-    budget follows from the seconds that they are expected to take; `run` goes by those they take.
+    """Return the stages in order, including skipped stages with the reason. The budget is compared
+    with expected times here, and with elapsed time in `run`.
 
     Args:
-        worlds: the numbers of ranks; empty: `worlds_of` the topology.
-        budget: seconds for all stages; None: 4 minutes on one GPU, else 60.
-        thorough: make four times as many calls, and faults: a late rank, a killed one, one in
-            another call.
-        only: stages whose names begin so, and the litmus tests that they rely on.
-        known: says of a name and a number of ranks that they need not be run again.
+        worlds: the world sizes; empty means `default_worlds`.
+        budget: seconds for all stages. Default: 4 minutes with one GPU, otherwise 60 minutes.
+        thorough: run four times as many calls, and inject faults: a late rank, a killed rank and a
+            rank in a different call.
+        only: run only stages whose names start with this, and the litmus tests that they rely on.
+        has_result: returns, for a stage name and a world size, whether a saved result exists.
     """
-    left = budget_of(topology, budget)
+    left = resolve_budget(topology, budget)
     planned = []
-    for world in worlds or worlds_of(topology):
+    for world in worlds or default_worlds(topology):
         stages = _stages(topology, world, thorough)
-        asked = [stage for stage in stages if stage.name.startswith(only)]
-        relied_on = {test for stage in asked for test in stage.relies_on}
-        missing: dict[str, str] = {}
+        requested = [stage for stage in stages if stage.name.startswith(only)]
+        relied_on = {test for stage in requested for test in stage.relies_on}
+        skipped: dict[str, str] = {}
         for stage in stages:
-            if (stage not in asked and stage.name not in relied_on) or known(stage.name, world):
+            if (stage not in requested and stage.name not in relied_on) or has_result(
+                stage.name, world
+            ):
                 continue
-            fitting = stage.within(left)
-            lacking = [test for test in stage.relies_on if test in missing]
-            if lacking and not fitting.why_not:
-                fitting = replace(stage, why_not=f"{lacking[0]}: {missing[lacking[0]]}")
-            if fitting.why_not:
-                missing[stage.name] = fitting.why_not
+            result = stage.within(left)
+            missing = [test for test in stage.relies_on if test in skipped]
+            if missing and not result.skip_reason:
+                result = replace(stage, skip_reason=f"{missing[0]}: {skipped[missing[0]]}")
+            if result.skip_reason:
+                skipped[stage.name] = result.skip_reason
             else:
                 left -= stage.seconds
-            planned.append(fitting)
+            planned.append(result)
     return planned
 
 
-def budget_of(topology: Topology, budget: float | None = None) -> float:
-    """Return the seconds for all stages: those asked for, or the machine's default."""
-    default = ONE_GPU_S if topology.gpus == 1 else MOST_S
+def resolve_budget(topology: Topology, budget: float | None = None) -> float:
+    """Return the budget of all stages in seconds, or the default of the machine."""
+    default = ONE_GPU_S if topology.gpus == 1 else MULTI_GPU_S
     return default if budget is None else budget
 
 
@@ -187,17 +191,17 @@ def _stages(topology: Topology, world: int, thorough: bool) -> list[Stage]:
 
     def add(name: str, seconds: float = START_S + calls, backend: str = "gloo") -> None:
         tests = [test for test, variants in _RELY_ON.items() if name in variants]
-        if topology.capability < _TMA_SINCE and "bulk" in tests:
+        if topology.capability < _TMA_MIN_CAPABILITY and "bulk" in tests:
             tests.remove("bulk")
         for test in tests:
             if test not in stages:
                 add(test)
         tests += [VIRTUAL + name] * (VIRTUAL + name in stages)
         stage = Stage(name, world, backend, seconds, relies_on=tuple(tests))
-        why_not = _why_not(topology, stage) or no_switch * name.startswith("multimem/")
-        stages[name] = replace(stage, why_not=why_not)
+        skip_reason = _find_skip_reason(topology, stage) or no_switch * name.startswith("multimem/")
+        stages[name] = replace(stage, skip_reason=skip_reason)
 
-    # two_shot and one_shot before LL
+    # Simple protocols first: two_shot and one_shot before LL.
     direct = [
         f"direct/{variant}" for variant in dict.fromkeys((*SUMS[::-1], *SHARDS[::-1], "routed"))
     ]
@@ -206,13 +210,15 @@ def _stages(topology: Topology, world: int, thorough: bool) -> list[Stage]:
     variants = (*direct, *pipelined, *kernels)
     for variant in variants:
         if shared:
-            more = COMPILE_S * (kernels[variant] + _VIRTUAL_KERNELS) if variant in kernels else 0.0
-            add(VIRTUAL + variant, START_S + calls + more)
+            compilation = (
+                COMPILE_S * (kernels[variant] + _VIRTUAL_KERNELS) if variant in kernels else 0.0
+            )
+            add(VIRTUAL + variant, START_S + calls + compilation)
     for variant in variants:
-        compiled = VIRTUAL + variant in stages  # into Triton's cache
+        compiled = VIRTUAL + variant in stages  # the Triton cache then contains the kernels
         add(variant, START_S + calls + (0.0 if compiled else COMPILE_S * kernels.get(variant, 0)))
     for kind in KINDS:
-        add(f"multimem/{kind}", backend="nccl")  # gloo's groups sum in order
+        add(f"multimem/{kind}", backend="nccl")  # groups with gloo use ordered numerics
     for kind in (*KINDS, "all_to_all"):
         add(f"ring/{kind}", backend="nccl")
     for fault, algorithm in itertools.product(FAULTS, ("direct", "pipelined", "fused")):
@@ -221,7 +227,7 @@ def _stages(topology: Topology, world: int, thorough: bool) -> list[Stage]:
     return list(stages.values())
 
 
-def _why_not(topology: Topology, stage: Stage) -> str:
+def _find_skip_reason(topology: Topology, stage: Stage) -> str:
     shared = stage.world > topology.gpus
     if topology.refused:
         return topology.refused

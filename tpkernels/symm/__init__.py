@@ -1,2 +1,2 @@
-"""Symmetric memory: buffers that every rank of a group can reach, and the signals that
+"""Symmetric memory: buffers that all ranks of a group can address, and the signals that
 synchronise access to them."""

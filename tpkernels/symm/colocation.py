@@ -1,9 +1,9 @@
-"""Which ranks of a group can share memory: those that reach a Unix socket of the same rank.
+"""Detect the ranks of a group that can share memory: ranks that reach the same Unix socket.
 
-Probed by connecting, because boot IDs are unreliable: machines cloned from one image may have the
-same boot ID, and containers on one machine have the same one but may share nothing else. Memory
-descriptors are sent over such a socket, so a rank that reaches it can receive them. All ranks reach
-the same answer.
+Ranks probe by connecting, because boot IDs are unreliable. Machines cloned from one image may have
+equal boot IDs. Containers on one machine have equal boot IDs, but may share no other resource. The
+memory descriptors are sent over such a socket, so a rank that reaches it can receive them. All
+ranks get the same result.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import Any
 
 from tpkernels import _C
 from tpkernels.symm.exchange import Participant
-from tpkernels.symm.rendezvous import BACKLOG, MOST_DESCRIPTORS, connected, listening, user_of
+from tpkernels.symm.rendezvous import BACKLOG, MAX_DESCRIPTORS, connected, get_peer_user, listening
 
-MOST_RANKS = MOST_DESCRIPTORS - 1  # a pidfd of each, and the memory
+MAX_RANKS = MAX_DESCRIPTORS - 1  # one descriptor is the memory, the rest are pidfds
 
 
 @dataclass(frozen=True)
 class Colocation:
-    """What the ranks of a group have found out about each other, the same on all of them."""
+    """Results of the probe. Identical on all ranks of the group."""
 
-    why_not: str | None  #: why not all can share memory; None: they can
-    leaders: list[int]  #: for each rank, the first that it can share memory with, if only itself
-    statements: list[dict[str, Any]]  #: of all ranks, with each rank's "boot_id" added
+    unshared_reason: str | None  #: reason why not all ranks can share memory, if any
+    leaders: list[int]  #: per rank: the lowest rank it shares memory with, or itself
+    statements: list[dict[str, Any]]  #: per rank: its statement, with "boot_id" added
 
 
 def probe_colocation(participant: Participant, statement: dict[str, Any]) -> Colocation:
-    """Connect to the sockets of lower ranks until one is reached. Collective."""
+    """Connect to the sockets of lower ranks until a connection succeeds. Collective."""
     rank, world, refusal = participant.rank, participant.world, unsupported()
     statement = {**statement, "boot_id": None, "socket": None}
     with contextlib.suppress(OSError):
@@ -52,36 +52,38 @@ def probe_colocation(participant: Participant, statement: dict[str, Any]) -> Col
         statements = participant.exchange("init", statement)
         deadline = time.monotonic() + participant.timeout
 
-        def why_not_reached(lower: int) -> str | None:
+        def find_obstacle(lower: int) -> str | None:
             remaining = max(0.0, deadline - time.monotonic())
-            return _why_not_reached(statements[lower]["socket"], remaining)
+            return _find_connect_obstacle(statements[lower]["socket"], remaining)
 
         def empty_queue() -> None:
-            """Make room for members where strangers have filled the queue."""
+            """Close queued connections, because unrelated processes may have filled the queue."""
             if listener is not None:
-                with contextlib.suppress(OSError):  # it is empty, or there are no descriptors
+                with contextlib.suppress(OSError):  # empty queue, or no free descriptors
                     for _ in range(BACKLOG):
                         listener.accept()[0].close()
 
         leader = rank
         if rank > 0:
-            obstacle = why_not_reached(0)
+            obstacle = find_obstacle(0)
             lower = range(1, rank) if listener is not None else ()
-            others = (other for other in lower if why_not_reached(other) is None)
-            leader = 0 if obstacle is None else next(others, rank)
+            reachable = (peer for peer in lower if find_obstacle(peer) is None)
+            leader = 0 if obstacle is None else next(reachable, rank)
         if refusal is not None:
             obstacle, leader = refusal, rank
-        waiting = replace(participant, watch=empty_queue)
-        reports = waiting.exchange("reach", {"leader": leader, "obstacle": obstacle})
+        draining = replace(participant, watch=empty_queue)
+        reports = draining.exchange("reach", {"leader": leader, "obstacle": obstacle})
     obstacles = [report["obstacle"] for report in reports]
-    why_not = next((f"rank {rank} {why}" for rank, why in enumerate(obstacles) if why), None)
-    if world > MOST_RANKS:
-        why_not = f"the group has {world} ranks; at most {MOST_RANKS} ranks can share memory"
-    return Colocation(why_not, [report["leader"] for report in reports], statements)
+    unshared_reason = next(
+        (f"rank {rank} {reason}" for rank, reason in enumerate(obstacles) if reason), None
+    )
+    if world > MAX_RANKS:
+        unshared_reason = f"the group has {world} ranks; at most {MAX_RANKS} ranks can share memory"
+    return Colocation(unshared_reason, [report["leader"] for report in reports], statements)
 
 
 def unsupported() -> str | None:
-    """Return why this process cannot share memory; None: it can."""
+    """Return the reason why this process cannot share memory, or None if it can."""
     for name, probe in (
         ("memfd_create", lambda: _C.host.open_memfd("tpkernels-probe")),
         ("pidfd_open", lambda: _C.host.open_pidfd(os.getpid())),
@@ -96,13 +98,14 @@ def unsupported() -> str | None:
     return None
 
 
-def _why_not_reached(name: str | None, seconds: float) -> str | None:
-    """Return why a rank's socket cannot be reached; None: a process of this user listens there."""
+def _find_connect_obstacle(name: str | None, seconds: float) -> str | None:
+    """Return the reason why the socket ``name`` cannot be reached, or None if a process of this
+    user listens there."""
     if name is None:
         return "did not receive a socket name from rank 0"
     try:
         with connected(name, seconds) as connection:
-            user = user_of(connection)
+            user = get_peer_user(connection)
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             return f"cannot open a socket: {error.strerror}"

@@ -1,8 +1,9 @@
-"""Workspaces of the kernels on GPUs that can address each other, in torch's symmetric memory.
+"""Workspaces of GPU kernels, in torch symmetric memory, and a watcher thread for lost peers.
 
-A call only queues a kernel, so nothing on the host is in step with its words. The host keeps a
-separate channel for such a group, in a never-ending call on which a watcher thread detects dead
-peers and announces its own exit.
+A call only queues a kernel, so the host is not synchronized with the signals of the kernel. The
+host uses a separate channel for the group, in a call that never ends. A watcher thread polls this
+channel to detect dead peers. When this rank closes the workspace, it abandons the call to notify
+its peers.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from tpkernels.errors import CaptureError, TpkernelsError
 from tpkernels.symm import streams
 from tpkernels.symm.device import ABORTED, DeviceWorkspace, kernel_error
 from tpkernels.symm.exchange import Participant
-from tpkernels.symm.gpu_memory import GpuSegments, Symmetric, make_symmetric, make_workspace
+from tpkernels.symm.gpu_memory import GpuSegments, SymmetricBuffer, make_symmetric, make_workspace
 from tpkernels.symm.streams import SideStream
 
 _logger = logging.getLogger("tpkernels")
 
-LOOK_S = 0.02  # seconds between two looks at the peers
-_QUERY_S = 1e-4  # seconds between two looks at an event
+CHECK_INTERVAL_S = 0.02  # seconds between checks of the peers
+_QUERY_S = 1e-4  # seconds between queries of an event
 _SLICE_S = 1.0
-_GRACE_S = 5.0  # that an orderly end leaves queued calls to run
-_LAST_S = 5.0  # that kernels may take to end once their waits do
+_GRACE_S = 5.0  # seconds that queued calls may run before an orderly close
+_ABORT_S = 5.0  # seconds that kernels may run after their waits have ended
 
 
 class Watch:
-    """Ends the waits of kernels on ``spaces``, and raises the ``alarm``, when a peer is lost.
+    """Aborts the waits of kernels on ``spaces`` and raises the ``alarm`` when a peer is lost.
 
-    Nothing else may use ``channel`` meanwhile, and no rank publishes RESULT in its call.
+    No other code may use ``channel`` while the watch runs. No rank publishes RESULT in its call.
     """
 
     def __init__(
@@ -51,11 +52,11 @@ class Watch:
     ) -> None:
         self.error: TpkernelsError | None = None
         self._channel, self._spaces, self._alarm = channel, spaces, alarm
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="tpkernels-watch", daemon=True)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tpkernels-watch", daemon=True)
 
-    def _look(self) -> None:
-        while not self._over.wait(LOOK_S):
+    def _run(self) -> None:
+        while not self._stop.wait(CHECK_INTERVAL_S):
             try:
                 self._channel.watch(Phase.RESULT, 0.0)
             except TpkernelsError as error:
@@ -71,14 +72,14 @@ class Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self._stop.set()
         self._thread.join()
 
 
 class CudaWorkspace:
-    """The growing workspace of a group's kernels on one device, and the watch over the peers.
+    """The growable workspace of a group on one device, and the watcher of its peers.
 
-    Nobody else uses ``channel``; all ranks have begun a call on it, which none ends.
+    ``channel`` is exclusive to this object. All ranks have begun a call on it that never ends.
     """
 
     def __init__(
@@ -91,80 +92,89 @@ class CudaWorkspace:
     ) -> None:
         self.device, self._alarm, self._variants = device, alarm, variants
         self.side = SideStream(device)
-        self._member, self._channel = participant, channel
-        # All workspaces ever made: a captured graph may still use one that has been outgrown.
+        self._participant, self._channel = participant, channel
+        # All workspaces, including outgrown ones: a captured graph may use an outgrown workspace.
         self.spaces: list[DeviceWorkspace] = []
         self.segments = GpuSegments()
-        self._multicast: list[Symmetric] = []  # ever made; as for `spaces`
+        self._multicast: list[SymmetricBuffer] = []  # all buffers, including outgrown ones
         self._chaos: dict[str, Any] | None = None
         self._watch = Watch(channel, self.spaces, alarm).__enter__()
         self.event = streams.new_event(device)  #: after the last call outside a capture
         self._pid = os.getpid()
-        self.recorded = False  #: a graph has calls of this group
+        self.used_in_graph = False  #: a graph contains calls of this group
         on_gpu = device.type == "cuda"
         self._current_device = torch.cuda.device(device) if on_gpu else nullcontext()
-        self._order = streams.order_of(device)
-        self._stream: torch.cuda.Stream | None = None  # of the call, in the order
+        self._order = streams.get_device_order(device)
+        self._stream: torch.cuda.Stream | None = None  # of the running call; None in a capture
 
     @property
     def current(self) -> DeviceWorkspace:
         """Return the largest workspace."""
         return self.spaces[-1]
 
-    def grow(self, words: int, buffer_bytes: int, reason: str | None = None) -> None:
-        """Make a workspace of at least that size and at least twice the last one's, so that all
-        together take less than twice the largest. Collective; raises what ``make_workspace`` does.
+    def grow(self, signals: int, buffer_bytes: int, reason: str | None = None) -> None:
+        """Create a larger workspace. Collective; errors as in ``make_workspace``.
+
+        It has at least the requested size and at least twice the size of the previous workspace.
+        All workspaces together therefore use less than twice the memory of the largest.
         """
         if self.spaces:
-            words, buffer_bytes = self.current.enlarged(words, buffer_bytes)
-        space = make_workspace(self._member, words, buffer_bytes, self.device, reason)
+            signals, buffer_bytes = self.current.enlarged_size(signals, buffer_bytes)
+        space = make_workspace(self._participant, signals, buffer_bytes, self.device, reason)
         if self._chaos is not None:
             space.set_chaos(**self._chaos)
         self.spaces.append(space)
         space.use_variants(self._variants)
-        self._alarm.watch(space.failed_word)
-        # The watch ends the waits in the workspaces that it finds when a peer is lost.
+        self._alarm.watch(space.failure_flag_address)
+        # The watcher aborts only the workspaces that exist when it detects a lost peer.
         if self._watch.error is not None:
             raise self._watch.error
 
     @property
     def multicast(self) -> torch.Tensor:
-        """Return the bytes for torch's multimem ops, of which `grow_multicast` has made some."""
+        """Return the buffer for torch multimem ops. Requires an earlier `grow_multicast`."""
         return self._multicast[-1].memory
 
     def grow_multicast(self, nbytes: int) -> None:
-        """Make memory for torch's multimem ops: at least so many bytes, and twice as many as
-        before. Collective; raises what ``make_symmetric`` does, and ``NotImplementedError`` on all
-        ranks if there is no multicast."""
+        """Allocate a buffer for torch multimem ops, at least ``nbytes`` and twice the previous
+        size. Collective; errors as in ``make_symmetric``.
+
+        Raises:
+            NotImplementedError: on all ranks, if the memory has no multicast address.
+        """
         if self._multicast:
             nbytes = max(nbytes, 2 * self.multicast.numel())
-        made = make_symmetric(self._member, nbytes, self.device)
-        if not made.multicast:
+        buffer = make_symmetric(self._participant, nbytes, self.device)
+        if not buffer.multicast:
             raise NotImplementedError(
                 "the memory of the GPUs has no multicast address; multicast needs NVSwitch"
             )
-        self._multicast.append(made)
+        self._multicast.append(buffer)
 
     def use_variants(self, variants: frozenset[str]) -> None:
-        """Take these variants of ``direct`` and ``fused`` from the next call on; see
+        """Use these variants of ``direct`` and ``fused`` from the next call on; see
         `DeviceWorkspace.variants`."""
         self._variants = variants
         for space in self.spaces:
             space.use_variants(variants)
 
     def make_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Make a symmetric tensor for a user. Collective; raises what ``make_symmetric`` does."""
-        return self.segments.make(self._member, shape, dtype, self.device)
+        """Allocate a symmetric tensor for a user. Collective; errors as in ``make_symmetric``."""
+        return self.segments.make(self._participant, shape, dtype, self.device)
 
     def set_timeout(self, seconds: float) -> None:
-        """Bound waits in kernels, from the next call on. Graphs keep what they have recorded."""
-        self._member = replace(self._member, timeout=seconds)
+        """Set the limit of waits in kernels, from the next call on. Captured graphs keep the limit
+        of their capture."""
+        self._participant = replace(self._participant, timeout=seconds)
         for space in self.spaces:
             space.set_timeout(seconds)
 
-    def check(self, text: str) -> None:
-        """Raise the first failure of a kernel so far, or that a peer is lost. ``text``: what has
-        found it."""
+    def check(self, description: str) -> None:
+        """Raise the error of the first failed kernel or lost peer, if any.
+
+        Args:
+            description: the call that performs this check, for the message.
+        """
         space = next((space for space in self.spaces if space.has_failed), None)
         if space is None:
             if self._watch.error is not None:
@@ -172,39 +182,39 @@ class CudaWorkspace:
             return
         if streams.is_captured(self.device):
             raise CaptureError(
-                f"an earlier call of group '{self._member.group}' failed on the GPU (detected by "
-                f"{text}); end the capture, then call tpkernels.check for the error"
+                f"an earlier call of group '{self._participant.group}' failed on the GPU (detected "
+                f"by {description}); end the capture, then call tpkernels.check for the error"
             )
         failure = space.failure()
-        assert failure is not None  # it has failed
+        assert failure is not None  # has_failed was true
         if self._watch.error is not None and failure[0] == ABORTED:
-            raise self._watch.error  # which says more
+            raise self._watch.error  # it names the cause
         raise kernel_error(
             failure,
-            where=f"an earlier call of the group (detected by {text})",
-            rank=self._member.rank,
-            timeout=self._member.timeout,
+            where=f"an earlier call of the group (detected by {description})",
+            rank=self._participant.rank,
+            timeout=self._participant.timeout,
             groups=self._order.groups,
         )
 
     def wait(self) -> None:
-        """Return when all calls outside graphs have run; at once in a capture."""
-        while not streams.is_captured(self.device) and not self.ended(_SLICE_S):
+        """Wait until all calls outside graphs have run. Return immediately in a capture."""
+        while not streams.is_captured(self.device) and not self.await_calls(_SLICE_S):
             pass
 
-    # As a context it is a call, which is not nested in another one. The calls of all groups on the
-    # device run one after the other, whatever streams they come from; in a capture, the streams
-    # order them. No generator: it would take five times as many functions of Python.
+    # As a context manager it encloses one call; calls do not nest. The calls of all groups on the
+    # device run one at a time, on any stream. In a capture, the streams order them. A
+    # generator-based context manager would run five times as many Python functions.
 
     def __enter__(self) -> CudaWorkspace:
         self._current_device.__enter__()
         try:
             if streams.is_captured(self.device):
-                self.recorded, self._stream = True, None
+                self.used_in_graph, self._stream = True, None
                 return self
             stream = self._stream = streams.current_stream(self.device)
             if stream is not None:
-                self._order.begin(self._member.group, stream)
+                self._order.begin(self._participant.group, stream)
         except BaseException:
             self._current_device.__exit__(None, None, None)
             raise
@@ -215,15 +225,15 @@ class CudaWorkspace:
             if self._stream is not None:
                 try:
                     if kind is not None:
-                        self.side.join()  # the event is to cover what is queued there
+                        self.side.join()  # so that the event covers work on the side streams
                 finally:
-                    assert self.event is not None  # there are streams
+                    assert self.event is not None  # a GPU has an event
                     self._order.end(self._stream, self.event)
         finally:
             self._current_device.__exit__(None, None, None)
 
-    def ended(self, seconds: float) -> bool:
-        """Return whether all calls outside graphs have run, after a wait of at most that long."""
+    def await_calls(self, seconds: float) -> bool:
+        """Wait at most ``seconds`` for all calls outside graphs. Return whether they have run."""
         deadline = time.monotonic() + seconds
         while self.event is not None and not self.event.query():
             if time.monotonic() > deadline:
@@ -231,11 +241,11 @@ class CudaWorkspace:
             time.sleep(_QUERY_S)
         return True
 
-    def let_end(self) -> None:
-        """Wait a while for the calls outside graphs to run, before `close` would end them."""
+    def drain(self) -> None:
+        """Wait up to `_GRACE_S` for queued calls outside graphs, before `close` aborts them."""
         if not self._is_forked() and not streams.is_captured(self.device):
-            with suppress(RuntimeError):  # of the device; `close` reports it
-                self.ended(_GRACE_S)
+            with suppress(RuntimeError):  # device error; `close` reports it
+                self.await_calls(_GRACE_S)
 
     def set_chaos(self, **switches: Any) -> None:
         """See ``DeviceWorkspace.set_chaos``."""
@@ -243,55 +253,64 @@ class CudaWorkspace:
         for space in self.spaces:
             space.set_chaos(**switches)
 
-    def close(self, why: str, late: bool = False, culprit: int = -1) -> None:
-        """Stop the watch, tell the peers and end the waits of queued kernels. The memory is
-        freed once these have run. If that takes too long, or a graph may replay some, it is never
-        freed: kernels would read and write what somebody else has there by then."""
+    def close(self, reason: str, late: bool = False, culprit: int = -1) -> None:
+        """Stop the watcher, notify the peers and abort the waits of queued kernels.
+
+        The memory is freed after these kernels have run. It is never freed if they do not end in
+        time or a graph may replay them, because the kernels would access memory that has a new
+        owner.
+        """
         if self._is_forked():
-            self._keep()
+            self._leak()
             return
         self._watch.__exit__()
-        self._channel.abandon(why, late, culprit)
-        self._order.groups.discard(self._member.group)
+        self._channel.abandon(reason, late, culprit)
+        self._order.groups.discard(self._participant.group)
         for space in self.spaces:
-            self._alarm.unwatch(space.failed_word)
+            self._alarm.unwatch(space.failure_flag_address)
         ended = False
         try:
             self._abort(culprit)
-            ended = not self.recorded and self._ended_at_last()
+            ended = not self.used_in_graph and self._await_kernels()
         finally:
             if not ended:
-                self._keep()
+                self._leak()
 
     def leave(self) -> None:
-        """End the waits of queued kernels as the process ends, and keep their memory."""
+        """Abort the waits of queued kernels when the process exits, and keep their memory."""
         self._abort(-1)
-        self._keep()
+        self._leak()
 
     def _is_forked(self) -> bool:
-        """Return whether this is a fork: it must not touch the device or what the parent shares."""
+        """Return whether this process is a fork. A fork must not touch the device or memory that
+        the parent shares."""
         return os.getpid() != self._pid
 
     def _abort(self, culprit: int) -> None:
         for space in self.spaces:
-            space.abort(self._member.rank if culprit < 0 else culprit)
+            space.abort(self._participant.rank if culprit < 0 else culprit)
 
-    def _ended_at_last(self) -> bool:
-        """Return whether the kernels have ended, now that none waits any more."""
-        if streams.is_captured(self.device):  # of another group's calls; events cannot be queried
+    def _await_kernels(self) -> bool:
+        """Return whether the kernels have ended, after their waits were aborted."""
+        if streams.is_captured(self.device):  # by a different group: events cannot be queried
             return False
         try:
-            if self.ended(_LAST_S):
+            if self.await_calls(_ABORT_S):
                 return True
-            why = f"still run {_LAST_S:g} s after the group was closed"
+            reason = f"still run {_ABORT_S:g} s after the group was closed"
         except RuntimeError as error:  # the device has failed
-            why = f"may still run: {error}"
+            reason = f"may still run: {error}"
         _logger.warning(
             "kernels of group '%s' on %s %s; their workspaces are never freed: %d bytes",
-            *(self._member.group, self.device, why, sum(space.nbytes for space in self.spaces)),
+            *(
+                self._participant.group,
+                self.device,
+                reason,
+                sum(space.nbytes for space in self.spaces),
+            ),
         )
         return False
 
-    def _keep(self) -> None:
+    def _leak(self) -> None:
         for memory in (*self.spaces, self.segments, self._multicast):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))

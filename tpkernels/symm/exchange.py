@@ -1,24 +1,26 @@
-"""How the ranks of a group share a small value: `Participant.exchange`, the one way for it. It goes
-through the process group's store until the ranks share memory, and through the workspace from then
-on (`HostWorkspace.exchange`).
+"""All-gather of small JSON values among the ranks of a group: `Participant.exchange`.
 
-Problem: the store may still hold messages of an attempt that failed, or of an earlier group of the
-same name: under torchrun, a process group that is created again finds its old keys.
+The exchange uses the store of the process group until the ranks share memory. After that it uses
+the workspace (`HostWorkspace.exchange`).
 
-Algorithm: each rank writes its message under its own key, with a nonce made for this attempt and
-the number of exchanges it has completed for this purpose. Once the messages of all ranks are there,
-with the same number, the rank confirms them under a key derived from all nonces. It returns when
-all ranks have confirmed the same messages; until then it keeps looking for new ones.
+Problem: the store may hold stale messages of a failed attempt or of an earlier group with the same
+name. Under torchrun, a process group that is created again finds its old keys.
 
-Why no stale message is accepted: a rank's own nonce is new, so only ranks that take part now can
-confirm a set of messages that contains it.
+Algorithm:
+1. Each rank writes its message under a key of the rank. The message contains a fresh nonce and the
+   number of exchanges that the rank has completed for this purpose.
+2. When the messages of all ranks are present with equal numbers, each rank confirms the set under a
+   key derived from all nonces.
+3. A rank returns when all ranks have confirmed the same set. Until then it polls for new messages.
 
-Why nobody is left behind: a rank that has returned may overwrite its message in the next exchange,
-but by then all confirmations are there, under a key that nobody overwrites. Messages with different
-numbers are never confirmed.
+Invariant 1 (no stale message): the nonce of a rank is new, so only ranks of the current attempt can
+confirm a set that contains it.
+Invariant 2 (all ranks return): a rank that has returned may overwrite its message in the next
+exchange. By then all confirmations are present, under keys that no rank overwrites.
+Invariant 3 (in step): messages with different numbers are never confirmed.
 
 Failure: a rank that gives up notifies the ranks whose messages it has seen, under keys made from
-their nonces. Between exchanges it writes to the address of each rank's group instead (`tell_left`).
+their nonces. Between exchanges it writes to the mailbox of every rank (`notify_left`).
 """
 
 from __future__ import annotations
@@ -34,30 +36,32 @@ from typing import Any
 
 from torch.distributed import Store
 
-from tpkernels.common.text import of_error
+from tpkernels.common.text import describe_error
 from tpkernels.errors import CollectiveTimeoutError, PeerLostError, TpkernelsError
 
-_PAUSES = 1e-4, 0.01  # s between polls of the store: the first, and the longest
-_RARELY = 0.05  # s between checks for the unexpected: notices of failure, changed messages
+_PAUSES = 1e-4, 0.01  # s between polls of the store: initial and maximum
+_CHECK_INTERVAL = 0.05  # s between checks for failure notices and changed messages
 
 
 @dataclass
 class Presence:
-    """What a rank keeps from one exchange of its group to the next."""
+    """State of a rank that persists between the exchanges of its group."""
 
     address: str = field(default_factory=lambda: secrets.token_hex(8))
-    addresses: list[str] = field(default_factory=list)  #: of all ranks, after the first exchange
-    completed: dict[str, int] = field(default_factory=dict)  #: exchanges, by purpose
-    confirmed: dict[str, list[str]] = field(default_factory=dict)  #: own keys, by purpose
+    addresses: list[str] = field(default_factory=list)  #: per rank; set by the first exchange
+    completed: dict[str, int] = field(default_factory=dict)  #: number of exchanges, by purpose
+    #: keys of the last confirmations by this rank, by purpose
+    confirmed: dict[str, list[str]] = field(default_factory=dict)
 
-    def renewed(self) -> Presence:
-        """Return it for the next group with the same keys, which no notice to the last reaches."""
+    def renew(self) -> Presence:
+        """Return the state for the next group with the same keys. A new address keeps it from
+        receiving notices to the previous group."""
         return replace(self, address=secrets.token_hex(8), addresses=[])
 
 
 @dataclass(frozen=True)
 class Participant:
-    """This rank's place in a group, and its way to reach the others."""
+    """This rank as a member of a group: its position, and the means to reach its peers."""
 
     store: Store
     group: str
@@ -66,26 +70,30 @@ class Participant:
     timeout: float
     presence: Presence = field(default_factory=Presence)
     watch: Callable[[], None] | None = None  #: raises if a peer is lost; None: not watched yet
-    names: tuple[int, ...] = ()  #: the ranks' numbers in errors, where those of a larger group
-    process_group: str = ""  #: its name in torch
+    names: tuple[int, ...] = ()  #: rank numbers for errors, if the ranks belong to a larger group
+    process_group: str = ""  #: name of the torch process group
     #: `HostWorkspace.exchange`, once the ranks share memory
-    by_memory: Callable[[str, Any], list[Any]] | None = None
+    memory_exchange: Callable[[str, Any], list[Any]] | None = None
 
     @property
     def prefix(self) -> str:
-        """Return what the group's keys in the store begin with."""
+        """Return the prefix of the group's keys in the store."""
         return f"tpkernels/{self.group}"
 
     def exchange(self, purpose: str, value: object) -> list[Any]:
-        """Return the values of all ranks, which JSON can hold, in rank order. Collective; waits at
-        most ``timeout`` seconds.
+        """Return the values of all ranks in rank order. Collective; waits at most ``timeout`` s.
+
+        Args:
+            purpose: name of the exchange, equal on all ranks.
+            value: any value that JSON supports.
 
         Raises:
-            CollectiveTimeoutError, PeerLostError: a rank did not arrive, or left.
-            CollectiveMismatchError: through memory only, a rank does something else.
+            CollectiveTimeoutError: a rank did not arrive in time.
+            PeerLostError: a rank left the group.
+            CollectiveMismatchError: a rank makes a different call (detected in memory only).
         """
-        if self.by_memory is not None:
-            return self.by_memory(purpose, value)
+        if self.memory_exchange is not None:
+            return self.memory_exchange(purpose, value)
         attempt = _Attempt(self, purpose, value)
         try:
             return attempt.run()
@@ -94,11 +102,11 @@ class Participant:
             raise
 
     def name(self, rank: int) -> int:
-        """Return the number of a rank in errors."""
+        """Return the number of a rank for errors."""
         return self.names[rank] if self.names else rank
 
-    def look(self, purpose: str, *more_addresses: str) -> None:
-        """Raise if a peer is lost, or has notified this rank that it left."""
+    def check_peers(self, purpose: str, *more_addresses: str) -> None:
+        """Raise if a peer is lost or has sent a notice that it left."""
         if self.watch is not None:
             self.watch()
         for address in (self.presence.address, *more_addresses):
@@ -112,21 +120,21 @@ class Participant:
                     peer=note["peer"],
                 )
 
-    def tell_left(self, error: BaseException) -> None:
-        """Notify the other ranks, in whatever exchange or set-up, that this one has left."""
+    def notify_left(self, error: BaseException) -> None:
+        """Notify all peers that this rank has left, whichever exchange or set-up they are in."""
         addresses = enumerate(self.presence.addresses)
-        self.tell((address for rank, address in addresses if rank != self.rank), error)
+        self.notify((address for rank, address in addresses if rank != self.rank), error)
 
-    def tell(self, addresses: Iterable[str], error: BaseException) -> None:
-        """Notify the ranks at these addresses that this one has left with ``error``."""
+    def notify(self, addresses: Iterable[str], error: BaseException) -> None:
+        """Notify the ranks at ``addresses`` that this rank has left with ``error``."""
         peer = error.peer if isinstance(error, TpkernelsError) else None
         note = {
             "rank": self.name(self.rank),
-            "why": of_error(error),
+            "why": describe_error(error),
             "late": isinstance(error, CollectiveTimeoutError),
             "peer": self.name(self.rank) if peer is None else peer,
         }
-        with contextlib.suppress(RuntimeError):  # the store is gone
+        with contextlib.suppress(RuntimeError):  # the store no longer exists
             for address in addresses:
                 self.store.set(self._mailbox(address), json.dumps(note))
 
@@ -135,7 +143,7 @@ class Participant:
 
 
 class _Attempt:
-    """One rank's part in one exchange through the store."""
+    """The state machine of one rank in one exchange through the store."""
 
     def __init__(self, participant: Participant, purpose: str, value: object) -> None:
         self.participant, self.purpose, self.value = participant, purpose, value
@@ -144,7 +152,8 @@ class _Attempt:
         self.keys = [f"{self.prefix}/{rank}" for rank in self.ranks]
         self.nonce = secrets.token_hex(8)
         self.number = participant.presence.completed.get(purpose, 0)
-        self.confirmed: dict[str, list[dict[str, Any]]] = {}  # sets of messages, by their key
+        # Sets of messages that this rank has confirmed, by confirmation key.
+        self.confirmed: dict[str, list[dict[str, Any]]] = {}
 
     def run(self) -> list[Any]:
         participant = self.participant
@@ -152,41 +161,41 @@ class _Attempt:
         message["address"] = participant.presence.address
         deadline = time.monotonic() + participant.timeout
         self.store.set(self.keys[participant.rank], json.dumps(message))
-        (pause, longest), look_at = _PAUSES, 0.0
+        (pause, max_pause), next_check = _PAUSES, 0.0
         while True:
-            now = time.monotonic()  # before it looks, in which it may be held up
-            if not self.confirmed or now >= look_at:
+            now = time.monotonic()  # read before the checks, because they may be slow
+            if not self.confirmed or now >= next_check:
                 self._confirm()
             if (messages := self._all_confirmed()) is not None:
                 break
-            if now >= look_at:
+            if now >= next_check:
                 try:
-                    participant.look(self.purpose, self.nonce)
+                    participant.check_peers(self.purpose, self.nonce)
                 except TpkernelsError:
-                    # A rank may have returned, and then left, since this one looked.
+                    # The peer may have returned from this exchange before it left.
                     if (messages := self._all_confirmed()) is not None:
                         break
                     raise
-                look_at = now + _RARELY
+                next_check = now + _CHECK_INTERVAL
             if now >= deadline:
-                raise self._late()
+                raise self._timeout_error()
             time.sleep(pause)
-            pause = min(2 * pause, longest)
+            pause = min(2 * pause, max_pause)
         self._complete(messages)
         return [message["value"] for message in messages]
 
     def give_up(self, error: BaseException) -> None:
-        """Notify the ranks that are here already."""
-        with contextlib.suppress(RuntimeError):  # the store is gone
-            nonces = [message["nonce"] for message in map(self._message_of, self.ranks) if message]
-            self.participant.tell((nonce for nonce in nonces if nonce != self.nonce), error)
+        """Notify the ranks that have arrived."""
+        with contextlib.suppress(RuntimeError):  # the store no longer exists
+            nonces = [message["nonce"] for message in map(self._get_message, self.ranks) if message]
+            self.participant.notify((nonce for nonce in nonces if nonce != self.nonce), error)
 
-    def _message_of(self, rank: int) -> dict[str, Any] | None:
+    def _get_message(self, rank: int) -> dict[str, Any] | None:
         key = self.keys[rank]
         return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
     def _confirm(self) -> None:
-        """Confirm the messages of all ranks, if they are there and belong to one exchange."""
+        """Confirm the messages of all ranks if they are complete and belong to one exchange."""
         if not self.store.check(self.keys):
             return
         messages = [json.loads(message) for message in self.store.multi_get(self.keys)]
@@ -204,7 +213,8 @@ class _Attempt:
         return None
 
     def _complete(self, messages: list[dict[str, Any]]) -> None:
-        """Delete earlier confirmations: all ranks are in this exchange, so none needs them."""
+        """Record the result, and delete earlier confirmations. All ranks have reached this
+        exchange, so no rank reads them any more."""
         presence, rank = self.participant.presence, self.participant.rank
         presence.addresses = [message["address"] for message in messages]
         presence.completed[self.purpose] = self.number + 1
@@ -212,21 +222,21 @@ class _Attempt:
         for key, confirmed in self.confirmed.items():
             (needed if confirmed is messages else stale).append(f"{key}/{rank}")
         presence.confirmed[self.purpose] = needed
-        with contextlib.suppress(RuntimeError):  # a store that cannot delete
+        with contextlib.suppress(RuntimeError):  # the store does not support deletion
             for key in stale:
                 self.store.delete_key(key)
 
-    def _late(self) -> CollectiveTimeoutError:
-        """Return the error that names the first rank that is missing."""
+    def _timeout_error(self) -> CollectiveTimeoutError:
+        """Return the timeout error. It names the first missing rank."""
         participant, last = self.participant, next(reversed(self.confirmed), None)
 
-        def is_here(rank: int) -> bool:
-            message = self._message_of(rank)
+        def has_arrived(rank: int) -> bool:
+            message = self._get_message(rank)
             if message is None or message["number"] != self.number:
                 return False
             return last is None or self.store.check([f"{last}/{rank}"])
 
-        missing = participant.name(next((rank for rank in self.ranks if not is_here(rank)), 0))
+        missing = participant.name(next((rank for rank in self.ranks if not has_arrived(rank)), 0))
         return CollectiveTimeoutError(
             f"{self.purpose} of group '{participant.group}': rank "
             f"{participant.name(participant.rank)} waited {participant.timeout:g} s for rank "

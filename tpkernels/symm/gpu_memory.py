@@ -1,19 +1,20 @@
-"""Memory that the GPUs of a group's ranks address, from torch's symmetric memory.
+"""GPU memory that all ranks of a group can address, allocated with torch symmetric memory.
 
-Users make symmetric tensors of it (`GpuSegments`), which copy engines of the peers read in place.
+Users allocate symmetric tensors in it (`GpuSegments`). The copy engines of peers read them in
+place.
 
-Sync: a copy engine's addresses are the host's, and the host asks no peer in a call. So all ranks
-pass their parts of one symmetric tensor, whole, or none does; which one is a part of the call's
-signature, and a rank that does otherwise is found at the first wait. The calls that read the tensor
-end when all ranks have read it (`CopyCall`).
+Sync: the host supplies the addresses of a copy engine, and does not communicate during a call. So
+either all ranks pass the full symmetric tensor with the same number, or no rank passes one. The
+number is an input of the call signature, so the first wait detects a rank that differs. A call that
+reads the tensor ends after all ranks have read it (`CopyCall`).
 
-Memory: torch waits for the device when it frees such memory, which it cannot in a capture. What a
-capture has read is never freed, as replays read it, too.
+Lifetime: torch synchronizes with the device when it frees such memory, and cannot do that during a
+capture. Memory that a captured call reads is never freed, because replays read it again.
 
-Allocations: `_allocate` avoids torch's pool of symmetric memory. `rendezvous` returns an earlier
-result for an allocation that the group has mapped before, without asking the peers. A rank that
-gets a recycled allocation, while a peer gets another one or a new one, would be paired with memory
-that the peer has freed, or wait for it until a timeout.
+Allocation: `_allocate` bypasses the torch pool of symmetric memory. For an allocation that the
+group has mapped before, `rendezvous` returns the earlier result without communication. If one rank
+got a recycled allocation and a peer a different one, the rank would use memory that the peer has
+freed, or wait for the peer until the timeout.
 """
 
 from __future__ import annotations
@@ -31,83 +32,96 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tpkernels.common import nvml
 from tpkernels.symm import streams
-from tpkernels.symm.device import DeviceWorkspace, lasting, region_bytes
+from tpkernels.symm.device import DeviceWorkspace, allocate_persistent, region_bytes
 from tpkernels.symm.exchange import Participant
 from tpkernels.torch_private import SymmetricMemory, symmetric_memory
 
-_ALIGNMENT = 256  # bytes, of symmetric memory: kernels read and write it in lines
+_ALIGNMENT = 256  # bytes; alignment of symmetric memory, because kernels access full lines
 
 
-class Symmetric(NamedTuple):
-    """Memory of a rank that the others address, too."""
+class SymmetricBuffer(NamedTuple):
+    """A buffer of this rank, and the addresses of the buffers of all ranks."""
 
-    memory: torch.Tensor  # bytes, filled with zeros
-    addresses: tuple[int, ...]  # of all ranks' memory, as this rank addresses it
-    multicast: int = 0  # the address of all ranks' memory at once; 0 without multicast
-    handle: object = None  # torch's, which keeps it mapped; None: there is one rank
+    memory: torch.Tensor  # [nbytes] uint8, zero-filled
+    addresses: tuple[int, ...]  # address of each rank's buffer, as mapped on this rank
+    multicast: int = 0  # multicast address of all buffers; 0 without multicast
+    handle: object = None  # torch handle that owns the mapping; None with one rank
 
 
 class Gpu(NamedTuple):
-    """A rank's GPU, as the other ranks hear of it."""
+    """Description of the GPU of a rank, exchanged among the ranks."""
 
-    kind: str  # must be the same for all, because grids and configs depend on it
-    uuid: str | None = None  # None: unknown, as in a rehearsal without GPUs
-    ordinal: int | None = None  # as the rank's process numbers those that it sees
-    under_mps: bool = False  # MPS runs the kernels of several processes on it side by side
+    kind: str  # must be equal on all ranks: grids and configs depend on it
+    uuid: str | None = None  # None if unknown, as in a CPU dry run
+    ordinal: int | None = None  # device index in the process of the rank
+    under_mps: bool = False  # MPS runs kernels of several processes concurrently
 
     @classmethod
     def of(cls, device: torch.device) -> Gpu:
         """Describe a device."""
         if device.type != "cuda":
             return cls(device.type)
-        found = torch.cuda.get_device_properties(device)
-        kind = f"{found.name} (sm_{found.major}{found.minor}, {found.multi_processor_count} "
+        properties = torch.cuda.get_device_properties(device)
+        kind = (
+            f"{properties.name} (sm_{properties.major}{properties.minor}, "
+            f"{properties.multi_processor_count} "
+        )
         pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
         under_mps = (pipes / "control").exists()
-        return cls(f"{kind}processors)", nvml.uuid_of(device), device.index, under_mps)
+        return cls(f"{kind}processors)", nvml.get_uuid(device), device.index, under_mps)
 
 
 def make_symmetric(
     participant: Participant, nbytes: int, device: torch.device, reason: str | None = None
-) -> Symmetric:
-    """Allocate memory that the GPUs of all ranks address. Collective; waits for the device's
-    default stream alone: on others a receive may wait for what a peer sends later.
-    ``reason``: why this rank cannot take part, if that is known already.
+) -> SymmetricBuffer:
+    """Allocate a symmetric buffer. Collective.
+
+    Waits only for the default stream of the device. Other streams may contain a receive that waits
+    for data that a peer sends later.
+
+    Args:
+        participant: this rank.
+        nbytes: size of the buffer of each rank.
+        device: the GPU of this rank.
+        reason: the reason why this rank cannot participate, if known.
 
     Raises:
-        NotImplementedError: on all ranks, if the GPUs cannot: no peer access, no virtual memory
-            management, ranks that share a GPU without
-            TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1, GPUs that differ.
-        CollectiveTimeoutError, PeerLostError: a rank did not arrive, or left.
+        NotImplementedError: on all ranks, if the GPUs do not support it. They lack peer access or
+            virtual memory management, differ in kind, or ranks share a GPU without
+            TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1.
+        CollectiveTimeoutError: a rank did not arrive in time.
+        PeerLostError: a rank left.
     """
     memory = None
     if reason is None:
         try:
-            memory = lasting(device, lambda: _allocate(participant, nbytes, device).zero_())
+            memory = allocate_persistent(
+                device, lambda: _allocate(participant, nbytes, device).zero_()
+            )
         except RuntimeError as error:
             reason = f"cannot allocate {nbytes} bytes of symmetric memory: {error}"
-    # No peer writes before this returns, and by then all memory is zero.
-    gpus = agree_on_gpus(participant, reason, Gpu.of(device))
+    # Peers write only after this exchange, so all memory is zero by then.
+    gpus = exchange_gpus(participant, reason, Gpu.of(device))
     assert memory is not None  # otherwise all ranks would have raised
     if participant.world == 1:
-        return Symmetric(memory, (memory.data_ptr(),))
+        return SymmetricBuffer(memory, (memory.data_ptr(),))
     handle, reason = _map_peers(participant, memory, gpus)
-    agree_on_gpus(participant, reason)
+    exchange_gpus(participant, reason)
     assert handle is not None  # as above
-    # The pointers are those of allocations. Each rank's memory begins at an offset of its own.
-    found = participant.exchange("offsets", (handle.offset, handle.multicast_ptr != 0))
-    offsets = [offset for offset, _ in found]
+    # The pointers address allocations. The offset of the buffer may differ by rank.
+    reports = participant.exchange("offsets", (handle.offset, handle.multicast_ptr != 0))
+    offsets = [offset for offset, _ in reports]
     addresses = tuple(map(operator.add, handle.buffer_ptrs, offsets))
-    # A multicast address has one offset in all allocations.
-    has_multicast = all(multicast for _, multicast in found) and len(set(offsets)) == 1
+    # A multicast address requires the same offset in all allocations.
+    has_multicast = all(multicast for _, multicast in reports) and len(set(offsets)) == 1
     multicast = handle.multicast_ptr + handle.offset if has_multicast else 0
-    return Symmetric(memory, addresses, multicast, handle)
+    return SymmetricBuffer(memory, addresses, multicast, handle)
 
 
 def _allocate(participant: Participant, nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return bytes that `rendezvous` accepts, in a new allocation. In torch 2.11 to 2.14,
-    `symmetric_memory.empty` makes the same call within the context of a pool, which does not
-    affect it."""
+    """Return a new allocation of ``nbytes`` that `rendezvous` accepts. In torch 2.11 to 2.14,
+    `symmetric_memory.empty` makes this call within the context of a pool. The context has no effect
+    on it."""
     if participant.world == 1:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     return SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
@@ -116,19 +130,19 @@ def _allocate(participant: Participant, nbytes: int, device: torch.device) -> to
 def _map_peers(
     participant: Participant, memory: torch.Tensor, gpus: Sequence[Gpu]
 ) -> tuple[Any, str | None]:
-    """Return torch's handle of all ranks' allocations, or why there is none."""
+    """Return (torch handle of the allocations of all ranks, None), or (None, reason)."""
     try:
         name = cast(Any, participant.process_group)  # a NewType of str
         handle: Any = symmetric_memory.rendezvous(memory, name)
     except RuntimeError as error:
-        return None, f"cannot map the memory of its peers: {error}. {_how_to_map(gpus)}"
+        return None, f"cannot map the memory of its peers: {error}. {_mapping_advice(gpus)}"
     if not all(handle.buffer_ptrs):
         return None, (
             "cannot address the memory of its peers: with this backend, torch symmetric memory "
             "provides no peer pointers; call "
             "torch.distributed._symmetric_memory.set_backend('CUDA') before its first use"
         )
-    # All ranks check their offsets, so the sums are aligned as well.
+    # Every rank checks its offset, so pointer plus offset is aligned as well.
     values = *handle.buffer_ptrs, handle.multicast_ptr, handle.offset
     if any(value % _ALIGNMENT for value in values):
         return None, (
@@ -139,8 +153,8 @@ def _map_peers(
     return handle, None
 
 
-def _how_to_map(gpus: Sequence[Gpu]) -> str:
-    """Return what to do where torch cannot map the memory of ranks on these GPUs."""
+def _mapping_advice(gpus: Sequence[Gpu]) -> str:
+    """Return advice for the user if torch cannot map the memory of these GPUs."""
     ranks: dict[Any, int] = {}
     for rank, gpu in enumerate(gpus):
         if gpu.uuid is not None and ranks.setdefault(gpu.uuid, rank) != rank:
@@ -162,74 +176,96 @@ def _how_to_map(gpus: Sequence[Gpu]) -> str:
 
 def make_workspace(
     participant: Participant,
-    words: int,
+    signals: int,
     buffer_bytes: int,
     device: torch.device,
     reason: str | None = None,
 ) -> DeviceWorkspace:
-    """Return a workspace of a group's kernels on GPUs, in memory from `make_symmetric`; raise what
-    that does."""
-    rank, nbytes = participant.rank, region_bytes(participant.world, words, buffer_bytes)
-    made = make_symmetric(participant, nbytes, device, reason)
-    limits, space = (words, buffer_bytes, participant.timeout), None
+    """Create the GPU workspace of a group. Collective; errors as in `make_symmetric`.
+
+    Args:
+        participant: this rank.
+        signals: number of signals per source.
+        buffer_bytes: size of each of the two data buffers.
+        device: the GPU of this rank.
+        reason: the reason why this rank cannot participate, if known.
+    """
+    rank, nbytes = participant.rank, region_bytes(participant.world, signals, buffer_bytes)
+    buffer = make_symmetric(participant, nbytes, device, reason)
+    limits, space = (signals, buffer_bytes, participant.timeout), None
     try:
-        space = DeviceWorkspace(made.addresses, made.memory, rank, *limits, memory=made)
+        space = DeviceWorkspace(buffer.addresses, buffer.memory, rank, *limits, memory=buffer)
     except RuntimeError as error:
         reason = f"cannot allocate the state of a workspace: {error}"
-    agree_on_gpus(participant, reason)
+    exchange_gpus(participant, reason)
     assert space is not None  # otherwise all ranks would have raised
     return space
 
 
-def agree_on_gpus(participant: Participant, error: str | None, own: Gpu | None = None) -> list[Gpu]:
-    """Return all ranks' GPUs. Raise ``NotImplementedError`` on all ranks if one has an ``error`` or
-    another kind of GPU, or if two share one under MPS. Collective; all ranks give a GPU or none."""
-    reports = participant.exchange("kernels on GPUs", (error, *(own or Gpu(""))))
+def exchange_gpus(
+    participant: Participant, error: str | None, local_gpu: Gpu | None = None
+) -> list[Gpu]:
+    """Exchange errors and the GPUs of all ranks. Collective.
+
+    Args:
+        participant: this rank.
+        error: the reason why this rank cannot use GPUs, if any.
+        local_gpu: the GPU of this rank. Either all ranks pass a GPU, or no rank does.
+
+    Raises:
+        NotImplementedError: on all ranks, if a rank has an ``error``, the kinds of GPUs differ, or
+            two ranks share a GPU under MPS.
+    """
+    reports = participant.exchange("kernels on GPUs", (error, *(local_gpu or Gpu(""))))
     gpus = [Gpu(*gpu) for _, *gpu in reports]
     first: dict[str, int] = {}  # rank on a GPU under MPS
     for rank, ((error, *_), gpu) in enumerate(zip(reports, gpus, strict=True)):
-        why = None
+        problem = None
         if error is not None:
-            why = f"cannot run on GPUs: rank {rank} {error}"
+            problem = f"cannot run on GPUs: rank {rank} {error}"
         elif gpu.kind != gpus[0].kind:
-            why = (
+            problem = (
                 f"need the same kind of GPU on all ranks: rank 0 has {gpus[0].kind}, rank {rank} "
                 f"has {gpu.kind}"
             )
         elif gpu.under_mps and gpu.uuid and first.setdefault(gpu.uuid, rank) != rank:
-            why = (
+            problem = (
                 f"cannot run: ranks {first[gpu.uuid]} and {rank} share GPU {gpu.uuid} under MPS, "
                 "and a kernel of one rank can fill the GPU while it waits for a kernel of the "
                 "other rank. Give each rank a separate GPU, or stop MPS"
             )
-        if why is not None:
-            raise NotImplementedError(f"the kernels of group '{participant.group}' {why}")
+        if problem is not None:
+            raise NotImplementedError(f"the kernels of group '{participant.group}' {problem}")
     return gpus
 
 
 @dataclass(frozen=True)
 class GpuSegment:
-    """A symmetric tensor: its number, the same on all ranks, and where the ranks have it."""
+    """A symmetric tensor: its number (equal on all ranks) and its addresses."""
 
     number: int
     nbytes: int
     addresses: tuple[int, ...]
-    memory: object  # keeps the peers' parts mapped, and perhaps this rank's
+    memory: object  # owner of the peer mappings, and possibly of the local one
     owner: StorageWeakRef
 
-    def signature(self, of_call: int) -> int:
-        """Return the signature of a call that reads it."""
-        return zlib.crc32(f"{of_call} in symmetric tensor {self.number}".encode()) or 1
+    def signature(self, call_signature: int) -> int:
+        """Return the signature of a call that reads the tensor.
+
+        Args:
+            call_signature: signature of the same call without a symmetric tensor.
+        """
+        return zlib.crc32(f"{call_signature} in symmetric tensor {self.number}".encode()) or 1
 
 
 class GpuSegments:
-    """This rank's symmetric tensors on one device. What nobody uses any more goes at the next
-    look outside a capture."""
+    """The symmetric tensors of this rank on one device. Lookups outside a capture drop tensors that
+    are no longer referenced."""
 
     def __init__(self) -> None:
-        self._made = 0
-        self._at: dict[int, GpuSegment] = {}  # by this rank's address
-        self._recorded: set[int] = set()  # the numbers of those that a graph has
+        self._count = 0
+        self._by_address: dict[int, GpuSegment] = {}  # by address on this rank
+        self._recorded: set[int] = set()  # numbers of segments that a graph reads
 
     def make(
         self,
@@ -238,27 +274,27 @@ class GpuSegments:
         dtype: torch.dtype,
         device: torch.device,
     ) -> torch.Tensor:
-        """Make one, filled with zeros. Collective; raises what `make_symmetric` does."""
+        """Allocate a zero-filled symmetric tensor. Collective; errors as in `make_symmetric`."""
         self._forget()
         count = torch.Size(shape).numel()
         nbytes = count * dtype.itemsize
-        made = make_symmetric(participant, max(nbytes, 1), device)
-        self._made += 1
+        buffer = make_symmetric(participant, max(nbytes, 1), device)
+        self._count += 1
         if nbytes:
-            owner = StorageWeakRef(made.memory.untyped_storage())
-            known = self._made, nbytes, made.addresses
-            segment = GpuSegment(*known, made.handle, owner)
-            self._at[made.addresses[participant.rank]] = segment
-        return made.memory[:nbytes].view(dtype).view(shape)
+            owner = StorageWeakRef(buffer.memory.untyped_storage())
+            fields = self._count, nbytes, buffer.addresses
+            segment = GpuSegment(*fields, buffer.handle, owner)
+            self._by_address[buffer.addresses[participant.rank]] = segment
+        return buffer.memory[:nbytes].view(dtype).view(shape)
 
     def find(self, x: torch.Tensor) -> GpuSegment | None:
-        """Return the one that x is the whole of."""
-        if not self._at:
+        """Return the segment if ``x`` is a full symmetric tensor, else None."""
+        if not self._by_address:
             return None
         captured = streams.is_captured(x.device)
         if not captured:
             self._forget()
-        segment = self._at.get(x.data_ptr())
+        segment = self._by_address.get(x.data_ptr())
         if segment is None or segment.owner.expired() or segment.nbytes != x.nbytes:
             return None
         if not x.is_contiguous():
@@ -268,6 +304,6 @@ class GpuSegments:
         return segment
 
     def _forget(self) -> None:
-        for address, segment in list(self._at.items()):
+        for address, segment in list(self._by_address.items()):
             if segment.owner.expired() and segment.number not in self._recorded:
-                del self._at[address]
+                del self._by_address[address]

@@ -1,7 +1,8 @@
-"""The workspace of a group whose ranks are on one host: an arena in anonymous shared memory.
+"""The workspace of a group on one host: an arena in anonymous shared memory.
 
-The arena holds, for each rank, signal words and two data buffers (csrc/host/channel.h has the
-protocol and its proof). Symmetric tensors that users make are arenas of their own, called segments.
+The arena holds a region per rank: a signal pad and two data buffers. csrc/host/channel.h defines
+the protocol and proves its invariants. Each symmetric tensor of a user is a separate arena, a
+segment.
 """
 
 from __future__ import annotations
@@ -28,30 +29,30 @@ from tpkernels.symm import streams
 from tpkernels.symm.cuda import CudaWorkspace
 from tpkernels.symm.device import DeviceWorkspace, region_bytes
 from tpkernels.symm.exchange import Participant
-from tpkernels.symm.gpu_memory import agree_on_gpus
-from tpkernels.symm.limits import short_of_memory
-from tpkernels.symm.rendezvous import MappedArena, Parts, make_arena
+from tpkernels.symm.gpu_memory import exchange_gpus
+from tpkernels.symm.limits import find_memory_shortage
+from tpkernels.symm.rendezvous import ByteRanges, MappedArena, make_arena
 
 PAGE = 4 << 10
 _HUGE_PAGE = 2 << 20
-_FIRST_BUFFER = 1 << 20  # bytes of a data buffer that are committed from the start
-# Of a GPU's first workspace, which grows when a call needs more. The words are enough for the
-# largest call by LL (cuda/layouts.py), and take 528 KiB for each source.
-_FIRST_WORDS, _FIRST_BYTES = 33 << 10, 1 << 20
-# How long a waiter polls at most before it sleeps (csrc/host/wait.h). If ranks outnumber cores,
-# it yields its core between polls; else not, because whoever gets it keeps it for long: vLLM's
-# workers share their cores with its engine, which is always busy. With the plugin it decodes a
-# batch of 8 at 0.77 of its own speed where waiters yield after 5 us, and at 1.14 where they do not
-# (benchmarks/results/cpu-2core-vllm.md).
+_FIRST_BUFFER = 1 << 20  # initial committed bytes of a data buffer
+# Initial size of a GPU workspace, which grows on demand. The signals suffice for the largest LL
+# call (cuda/layouts.py). They use 528 KiB per source.
+_FIRST_SIGNALS, _FIRST_BYTES = 33 << 10, 1 << 20
+# Maximum polling time of a waiter before it sleeps (csrc/host/wait.h). If ranks outnumber cores, a
+# waiter yields its core between polls. Otherwise it does not yield, because a process that gets the
+# core keeps it for long: vLLM workers share their cores with the engine, which is always busy. With
+# the plugin, vLLM decodes a batch of 8 at 0.77x of its own speed if waiters yield after 5 us, and
+# at 1.14x if they do not (benchmarks/results/cpu-2core-vllm.md).
 _SPIN_US, _CROWDED_SPIN_US = 2000.0, 200.0
 
 
 def is_crowded(pids: Sequence[int]) -> bool:
-    """Return whether the ranks are more than the cores they may use together. An engine may have
-    bound each to a core of its own."""
+    """Return whether ranks outnumber the cores that they may use in total. An engine may have bound
+    each rank to a different core."""
     cores = os.sched_getaffinity(0)
     for pid in pids:
-        with suppress(OSError):  # it ended, or is in another pid namespace
+        with suppress(OSError):  # it has exited, or is in a different pid namespace
             cores |= os.sched_getaffinity(pid)
     return len(pids) > len(cores)
 
@@ -72,44 +73,47 @@ def _make_channel(link: MappedArena, participant: Participant, capacity: int) ->
 
 
 class HostSegments(_C.host.Segments):
-    """This rank's regions of the segments of a group, each for as long as its tensor lives."""
+    """The regions of this rank in the segments of a group. A region is registered while its tensor
+    is alive."""
 
     def register(self, region: _C.host.Region) -> int:
-        """Return the identity of a new segment, which is the same on all ranks."""
+        """Register a new segment. Return its identity, which is equal on all ranks."""
         identity = self.add(region.address, region.nbytes)
         weakref.finalize(region, self.forget, identity).atexit = False
         return identity
 
     def find(self, x: torch.Tensor) -> tuple[int, int]:
-        """Return (identity, offset in bytes) of a contiguous tensor that lies in a segment;
-        identity 0 where it does not."""
+        """Return (segment identity, offset in bytes) of a contiguous tensor. The identity is 0 if
+        the tensor is not in a segment."""
         if not len(self) or not x.is_contiguous():
             return 0, 0
         return self.locate(x.data_ptr(), x.numel() * x.element_size())
 
 
 class HostWorkspace:
-    """Peers' buffers, signals and the epoch of one group on one host.
+    """The regions and the epoch of one group on one host.
 
-    ``channel`` is the extension's side of it, which the algorithms drive.
+    The algorithms run their calls on ``channel``, which the C++ extension implements.
     """
 
     def __init__(self, participant: Participant, workspace_bytes: int) -> None:
         self.participant = participant
         self.workspace_bytes = workspace_bytes
-        self._may_grow = True
+        self._can_grow = True
         self.segments = HostSegments()
         self._chaos: dict[str, Any] | None = None
         self._device: DeviceWorkspace | None = None
         self.alarm = _C.calls.Alarm()
-        self.on_gpus: dict[torch.device, CudaWorkspace] = {}  #: those that `open_cuda` has made
+        self.cuda_workspaces: dict[torch.device, CudaWorkspace] = {}  #: set by `open_cuda`
         self._variants: frozenset[str] = frozenset()
         self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         region = _C.host.Channel.region_bytes(participant.world, workspace_bytes)
         self._region_bytes = -(-region // _HUGE_PAGE) * _HUGE_PAGE
         first = min(workspace_bytes, _FIRST_BUFFER)
         try:
-            link = make_arena(participant, "workspace", self._region_bytes, self._parts(0, first))
+            link = make_arena(
+                participant, "workspace", self._region_bytes, self._ranges_to_commit(0, first)
+            )
         except MemoryError as error:
             hint = f"pass tpkernels.init a workspace_bytes smaller than {workspace_bytes}"
             raise MemoryError(f"{error}; {hint}") from None
@@ -118,81 +122,99 @@ class HostWorkspace:
         self._gpu_timeout = participant.timeout
 
     def set_timeouts(self, timeout: float, gpu_timeout: float) -> None:
-        """Bound waits in calls on the host, and in those on GPUs with their kernels."""
+        """Set the limits of waits: ``timeout`` for calls on the host, ``gpu_timeout`` for calls on
+        GPUs and their kernels."""
         self.participant = replace(self.participant, timeout=timeout)
         self.channel.timeout = timeout
         self._gpu_timeout = gpu_timeout
-        for space in self.on_gpus.values():
+        for space in self.cuda_workspaces.values():
             space.set_timeout(gpu_timeout)
 
     @property
     def epoch(self) -> int:
-        """Return the number of the last call, the same on all ranks."""
+        """Return the number of the last call. It is equal on all ranks."""
         return self.channel.epoch
 
     @property
     def usable_bytes(self) -> int:
-        """Return the bytes that each data buffer may grow to."""
-        return self.workspace_bytes if self._may_grow else self.channel.capacity
+        """Return the maximum size of a data buffer in bytes."""
+        return self.workspace_bytes if self._can_grow else self.channel.capacity
 
-    def wants(self, nbytes: int) -> bool:
-        """Return whether the data buffers should grow for a call that would use ``nbytes`` of
-        each."""
-        return self._may_grow and min(nbytes, self.workspace_bytes) > self.channel.capacity
+    def needs_growth(self, nbytes: int) -> bool:
+        """Return whether a call that would use ``nbytes`` of each data buffer should grow them."""
+        return self._can_grow and min(nbytes, self.workspace_bytes) > self.channel.capacity
 
-    def grow(self, nbytes: int, text: str) -> str | None:
-        """Grow the data buffers to ``nbytes`` each, at most to ``workspace_bytes``. If a rank lacks
-        the memory, all stay as they are, and the text of a warning is returned. Collective."""
-        if not self.wants(nbytes):  # another thread was first
+    def grow(self, nbytes: int, description: str) -> str | None:
+        """Grow the data buffers. Collective.
+
+        Args:
+            nbytes: requested size of each buffer. The result is at most ``workspace_bytes``.
+            description: the call, for the message of a mismatch.
+
+        Returns:
+            None, or the message of a warning if a rank lacks the memory. Then no buffer grows.
+        """
+        if not self.needs_growth(nbytes):  # a different thread has grown them
             return None
-        wanted = min(1 << (nbytes - 1).bit_length(), self.workspace_bytes)
-        parts, rank = self._parts(self.channel.capacity, wanted), self.participant.rank
-        # All ranks check how much is free before any of them takes some of it.
-        error = short_of_memory(sum(size for _, size in parts), self.participant.world)
-        self._agree(f"workspace growth to {wanted} bytes for {text}")
-        error = error or self._commit(parts)
+        new_capacity = min(1 << (nbytes - 1).bit_length(), self.workspace_bytes)
+        ranges, rank = (
+            self._ranges_to_commit(self.channel.capacity, new_capacity),
+            self.participant.rank,
+        )
+        # All ranks read the free memory before any rank commits memory.
+        error = find_memory_shortage(sum(size for _, size in ranges), self.participant.world)
+        self._check_same_call(f"workspace growth to {new_capacity} bytes for {description}")
+        error = error or self._commit(ranges)
         report = None if error is None else f"rank {self.participant.name(rank)}: {error}"
         errors = self.exchange("workspace growth", report)
-        self._may_grow = not any(errors)
-        if self._may_grow:
-            self.channel.grow(wanted)
+        self._can_grow = not any(errors)
+        if self._can_grow:
+            self.channel.grow(new_capacity)
             return None
-        for offset, size in parts:
-            self._arena.give_back(rank, offset, size)
+        for offset, size in ranges:
+            self._arena.decommit(rank, offset, size)
         return (
             f"the workspace of group '{self.participant.group}' stays at {self.channel.capacity} "
             f"bytes per buffer, so large calls need more steps: {next(filter(None, errors))}"
         )
 
-    def _commit(self, parts: Parts) -> str | None:
-        """Commit parts of this rank's region; return the error, if any."""
+    def _commit(self, ranges: ByteRanges) -> str | None:
+        """Commit ranges of the region of this rank. Return the error message, if any."""
         try:
-            for offset, size in parts:
+            for offset, size in ranges:
                 self._arena.commit(self.participant.rank, offset, size)
         except RuntimeError as failure:
             return str(failure)
         return None
 
-    def _parts(self, begin: int, end: int) -> Parts:
-        """Return the parts of a region to commit for buffers to grow from ``begin`` to ``end``
-        bytes."""
-        return _C.host.Channel.parts(self.participant.world, self._region_bytes, begin, end)
+    def _ranges_to_commit(self, begin: int, end: int) -> ByteRanges:
+        """Return the ranges to commit before the buffers grow from ``begin`` to ``end`` bytes."""
+        return _C.host.Channel.commit_ranges(self.participant.world, self._region_bytes, begin, end)
 
-    def device(self, words: int, buffer_bytes: int, text: str) -> DeviceWorkspace:
-        """Return the workspace of the Triton kernels under their interpreter, with at least that
-        many words of each source and bytes of each buffer. Collective when it has to grow."""
+    def device(self, signals: int, buffer_bytes: int, description: str) -> DeviceWorkspace:
+        """Return the workspace of Triton kernels under the interpreter. Collective if it must grow.
+
+        Args:
+            signals: minimum number of signals per source.
+            buffer_bytes: minimum size of each data buffer.
+            description: the call, for the message of a mismatch.
+        """
         if self._device is not None:
-            if self._device.holds(words, buffer_bytes):
+            if self._device.holds(signals, buffer_bytes):
                 return self._device
-            words = max(words, self._device.words)
+            signals = max(signals, self._device.signals)
             buffer_bytes = max(buffer_bytes, self._device.buffer_bytes)
-        self._agree(f"a kernel workspace of {words} signals and {buffer_bytes} bytes for {text}")
+        self._check_same_call(
+            f"a kernel workspace of {signals} signals and {buffer_bytes} bytes for {description}"
+        )
         participant = self.participant
-        arena = self._further_arena("kernels", region_bytes(participant.world, words, buffer_bytes))
+        arena = self._make_extra_arena(
+            "kernels", region_bytes(participant.world, signals, buffer_bytes)
+        )
         regions = [arena.region(rank) for rank in range(participant.world)]
         with torch.inference_mode(False):  # it outlives the mode of this call
             region = torch.frombuffer(regions[participant.rank], dtype=torch.uint8)
-        addresses, limits = [region.address for region in regions], (words, buffer_bytes)
+        addresses, limits = [region.address for region in regions], (signals, buffer_bytes)
         self._device = DeviceWorkspace(
             addresses, region, participant.rank, *limits, participant.timeout, memory=regions
         )
@@ -201,86 +223,105 @@ class HostWorkspace:
         return self._device
 
     def open_cuda(self, device: torch.device, kernels: str, reason: str | None) -> None:
-        """Set up one kind of kernels on GPUs; ``device`` is this rank's. Collective.
+        """Set up GPU kernels. Collective.
+
+        Args:
+            device: the GPU of this rank.
+            kernels: the kind of kernels. "multicast" also allocates multicast memory.
+            reason: the reason why this rank cannot run them, if any.
 
         Raises:
-            NotImplementedError: on all ranks, if one of them has a ``reason`` not to, or if the
-                GPUs share no memory.
+            NotImplementedError: on all ranks, if any rank passes a ``reason`` or the GPUs cannot
+                share memory.
         """
-        with self.waiting(self._gpu_timeout):
-            self._agree(f"the setup of {kernels} kernels on GPUs")
-            if device in self.on_gpus:
-                agree_on_gpus(self._watched(), reason)
+        with self.wait_limit(self._gpu_timeout):
+            self._check_same_call(f"the setup of {kernels} kernels on GPUs")
+            if device in self.cuda_workspaces:
+                exchange_gpus(self._watched_participant(), reason)
             else:
-                self.on_gpus[device] = self._make_cuda(device, reason)
+                self.cuda_workspaces[device] = self._make_cuda(device, reason)
             if kernels == "multicast":
-                self.on_gpus[device].grow_multicast(_FIRST_BYTES)
+                self.cuda_workspaces[device].grow_multicast(_FIRST_BYTES)
 
     def use_variants(self, variants: frozenset[str]) -> None:
-        """Take these variants on GPUs, the same on all ranks; see `DeviceWorkspace.variants`."""
+        """Use these variants on GPUs. They must be equal on all ranks; see
+        `DeviceWorkspace.variants`."""
         self._variants = variants
-        for space in self.on_gpus.values():
+        for space in self.cuda_workspaces.values():
             space.use_variants(variants)
 
     def _make_cuda(self, device: torch.device, reason: str | None) -> CudaWorkspace:
-        link = self._link("watch", _C.host.Channel.region_bytes(self.participant.world, PAGE))
+        link = self._make_linked_arena(
+            "watch", _C.host.Channel.region_bytes(self.participant.world, PAGE)
+        )
         channel = _make_channel(link, self.participant, PAGE)
         channel.begin(1, "the setup of kernels on GPUs")
         channel.barrier()
-        space = CudaWorkspace(self._watched(), channel, device, self.alarm, self._variants)
+        space = CudaWorkspace(
+            self._watched_participant(), channel, device, self.alarm, self._variants
+        )
         try:
-            space.grow(_FIRST_WORDS, _FIRST_BYTES, reason)
+            space.grow(_FIRST_SIGNALS, _FIRST_BYTES, reason)
         except BaseException:
             space.close("a failed setup of kernels on GPUs")
             raise
         return space
 
-    def cuda(self, device: torch.device, words: int, buffer_bytes: int, text: str) -> CudaWorkspace:
-        """Return the workspace of kernels on GPUs, as `device` is for those under the interpreter.
+    def cuda(
+        self, device: torch.device, signals: int, buffer_bytes: int, description: str
+    ) -> CudaWorkspace:
+        """Return the GPU workspace. Collective if it must grow. Requires an earlier `open_cuda`.
+
+        Args:
+            device: the GPU of this rank.
+            signals: minimum number of signals per source.
+            buffer_bytes: minimum size of each data buffer.
+            description: the call, for errors.
 
         Raises:
-            CaptureError: it would have to grow while a graph is captured.
-            WorkspaceMemoryError: on all ranks, if one has no memory for it.
+            CaptureError: the workspace must grow, but a graph is being captured.
+            WorkspaceMemoryError: on all ranks, if any rank lacks the memory.
         """
-        space = self.on_gpus[device]
-        if not space.current.holds(words, buffer_bytes):
-            what = f"a GPU workspace of {words} signals and {buffer_bytes} bytes"
-            self._grow_on_gpu(device, what, text, partial(space.grow, words, buffer_bytes))
+        space = self.cuda_workspaces[device]
+        if not space.current.holds(signals, buffer_bytes):
+            resource = f"a GPU workspace of {signals} signals and {buffer_bytes} bytes"
+            self._grow_on_gpu(
+                device, resource, description, partial(space.grow, signals, buffer_bytes)
+            )
         return space
 
-    def multicast(self, device: torch.device, nbytes: int, text: str) -> CudaWorkspace:
-        """Return the workspace on GPUs with so many bytes for torch's multimem ops. Raises what
-        `cuda` does."""
-        space = self.on_gpus[device]
+    def multicast(self, device: torch.device, nbytes: int, description: str) -> CudaWorkspace:
+        """Return the GPU workspace with at least ``nbytes`` for torch multimem ops. Errors as in
+        `cuda`."""
+        space = self.cuda_workspaces[device]
         if space.multicast.numel() < nbytes:
-            what = f"{nbytes} bytes of multicast memory"
-            self._grow_on_gpu(device, what, text, partial(space.grow_multicast, nbytes))
+            resource = f"{nbytes} bytes of multicast memory"
+            self._grow_on_gpu(device, resource, description, partial(space.grow_multicast, nbytes))
         return space
 
     def _grow_on_gpu(
-        self, device: torch.device, what: str, text: str, grow: Callable[[], None]
+        self, device: torch.device, resource: str, description: str, grow: Callable[[], None]
     ) -> None:
         if streams.is_captured(device):
             raise CaptureError(
-                f"{text} needs a larger workspace; call it once before the graph capture"
+                f"{description} needs a larger workspace; call it once before the graph capture"
             )
-        with self.waiting(self._gpu_timeout):
-            self._agree(f"{what} for {text}")
+        with self.wait_limit(self._gpu_timeout):
+            self._check_same_call(f"{resource} for {description}")
             try:
                 grow()
-            except NotImplementedError as error:  # as for the first workspace, on all ranks
-                raise WorkspaceMemoryError(f"{text}: {error}") from None
+            except NotImplementedError as error:  # raised on all ranks
+                raise WorkspaceMemoryError(f"{description}: {error}") from None
 
-    def check_kernels(self, text: str) -> None:
-        """Raise the error if a GPU kernel has failed so far; ``text`` names, in its message, the
-        call that noticed."""
-        for space in self.on_gpus.values():
-            space.check(text)
+    def check_kernels(self, description: str) -> None:
+        """Raise the error of a failed GPU kernel, if any. ``description`` names the call that
+        detected it."""
+        for space in self.cuda_workspaces.values():
+            space.check(description)
 
     def check(self) -> None:
-        """Raise what has failed in kernels on GPUs, once the queued ones have run, or that a peer
-        is lost."""
-        for space in self.on_gpus.values():
+        """Wait for queued GPU kernels, then raise the error of a failed kernel or a lost peer."""
+        for space in self.cuda_workspaces.values():
             space.wait()
         self.check_kernels("tpkernels.check")
         self.channel.check_peers()
@@ -288,8 +329,8 @@ class HostWorkspace:
     def view(
         self, rank: int, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0
     ) -> torch.Tensor:
-        """Return the contiguous tensor at ``offset`` bytes of ``rank``'s buffer, until this epoch
-        ends."""
+        """Return a contiguous tensor at byte ``offset`` of the data buffer of ``rank``. It is valid
+        until this epoch ends."""
         nbytes = prod(shape) * dtype.itemsize
         if offset < 0 or offset + nbytes > self.channel.capacity:
             raise IndexError(
@@ -308,28 +349,32 @@ class HostWorkspace:
         return torch.as_strided(base, shape, strides, begin // dtype.itemsize)
 
     def peer_data(self, peer: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return what ``peer`` published in this epoch, in its buffer or a segment."""
+        """Return the data that ``peer`` published in this epoch (data buffer or segment)."""
         if not self.channel.in_segment(peer):
             return self.view(peer, dtype, shape)
         nbytes = prod(shape) * dtype.itemsize
         if nbytes == 0:
             return torch.empty(shape, dtype=dtype)
-        region = self.channel.segment_of(peer, nbytes)
+        region = self.channel.peer_segment(peer, nbytes)
         return torch.frombuffer(region, dtype=dtype).view(shape)
 
     def make_symmetric(
         self, shape: tuple[int, ...], dtype: torch.dtype, gpu: torch.device | None = None
     ) -> torch.Tensor:
-        """Make a segment; return this rank's part of it as a tensor: on the host, or on a ``gpu``
-        for which `open_cuda` has set kernels up. Collective."""
-        text = f"tpkernels.empty({list(shape)}, {dtype})"
+        """Allocate a symmetric tensor, and return the tensor of this rank. Collective.
+
+        Args:
+            shape, dtype: of the tensor; equal on all ranks.
+            gpu: a GPU set up with `open_cuda`, or None for host memory.
+        """
+        description = f"tpkernels.empty({list(shape)}, {dtype})"
         if gpu is not None:
-            with self.waiting(self._gpu_timeout):
-                self._agree(f"{text} on GPUs")
-                return self.on_gpus[gpu].make_tensor(shape, dtype)
-        self._agree(text)
+            with self.wait_limit(self._gpu_timeout):
+                self._check_same_call(f"{description} on GPUs")
+                return self.cuda_workspaces[gpu].make_tensor(shape, dtype)
+        self._check_same_call(description)
         nbytes = max(prod(shape) * dtype.itemsize, 1)
-        arena = self._further_arena("empty", nbytes)
+        arena = self._make_extra_arena("empty", nbytes)
         region = arena.region(self.participant.rank, 0, nbytes)
         self.channel.add_segment(self.segments.register(region), arena)
         if prod(shape) == 0:
@@ -337,95 +382,97 @@ class HostWorkspace:
         return torch.frombuffer(region, dtype=dtype, count=prod(shape)).view(shape)
 
     @contextmanager
-    def waiting(self, seconds: float) -> Iterator[None]:
-        """Let waits on the host take that long, within the block."""
-        usual = self.participant
-        self.participant = replace(usual, timeout=seconds)
+    def wait_limit(self, seconds: float) -> Iterator[None]:
+        """Set the limit of waits on the host to ``seconds`` within the block."""
+        previous = self.participant
+        self.participant = replace(previous, timeout=seconds)
         self.channel.timeout = seconds
         try:
             yield
         finally:
-            self.participant, self.channel.timeout = usual, usual.timeout
+            self.participant, self.channel.timeout = previous, previous.timeout
 
-    def _further_arena(self, purpose: str, nbytes: int) -> _C.host.Arena:
-        """Make an arena beside the channel's, which watches the ranks already. Collective."""
-        link = self._link(purpose, nbytes)
+    def _make_extra_arena(self, purpose: str, nbytes: int) -> _C.host.Arena:
+        """Create an arena in addition to the arena of the channel. Collective. Closes the pidfds,
+        because the channel already watches the ranks."""
+        link = self._make_linked_arena(purpose, nbytes)
         for pidfd in link.pidfds:
             os.close(pidfd)
         return link.arena
 
-    def _link(self, purpose: str, nbytes: int) -> MappedArena:
-        """Make a new arena, in the call that has just begun. Collective."""
+    def _make_linked_arena(self, purpose: str, nbytes: int) -> MappedArena:
+        """Create an arena within the current call. Collective."""
         region = round_up(nbytes, PAGE)
-        return make_arena(self._watched(), purpose, region, [(0, region)])
+        return make_arena(self._watched_participant(), purpose, region, [(0, region)])
 
-    def _watched(self) -> Participant:
-        """Return this rank, for a rendezvous in the call that has just begun: its peers are
-        watched, and exchanges go through this workspace."""
-        # Nobody publishes RESULT in such a call.
+    def _watched_participant(self) -> Participant:
+        """Return this rank for a rendezvous within the current call. It watches the peers and
+        exchanges values through this workspace."""
+        # No rank publishes RESULT in such a call.
         watch = partial(self.channel.watch, Phase.RESULT, 0.0)
-        return replace(self.participant, watch=watch, by_memory=self.exchange)
+        return replace(self.participant, watch=watch, memory_exchange=self.exchange)
 
-    def _agree(self, text: str) -> None:
-        """Check that all ranks are about to do the same."""
-        self.channel.begin(zlib.crc32(text.encode()) or 1, text)
+    def _check_same_call(self, description: str) -> None:
+        """Begin a call, and check that all ranks begin a call with the same description."""
+        self.channel.begin(zlib.crc32(description.encode()) or 1, description)
         self.channel.barrier()
 
     def exchange(self, purpose: str, value: object) -> list[Any]:
-        """Return the values of all ranks, which JSON can hold, in rank order. A call of its own, or
-        several where a value is larger than a buffer. Collective.
+        """Return the JSON values of all ranks in rank order. Collective. It runs one call, or
+        several calls if a value exceeds a data buffer.
 
-        Sync: a rank writes the size of its text and a part of it, publishes, and reads those of all
-        ranks. As in any call, the buffers of this epoch stay until all ranks are in the one after
-        the next.
+        Sync: a rank writes the size of its encoded value and one chunk of it, publishes, and reads
+        the chunks of all ranks. As in any call, the data buffers of epoch e stay unchanged until
+        all ranks have finished epoch e.
         """
-        text, texts = json.dumps(value).encode(), [b""] * self.participant.world
-        for begin in itertools.count(0, part := self.channel.capacity - 8):
+        payload, received = json.dumps(value).encode(), [b""] * self.participant.world
+        for begin in itertools.count(0, chunk := self.channel.capacity - 8):
             self.channel.begin(zlib.crc32(purpose.encode()) or 1, purpose)
-            message = len(text).to_bytes(8, "little") + text[begin : begin + part]
-            self._bytes(self.participant.rank, len(message))[:] = message
+            message = len(payload).to_bytes(8, "little") + payload[begin : begin + chunk]
+            self._buffer_bytes(self.participant.rank, len(message))[:] = message
             self.channel.publish(Phase.DATA)
-            longest = 0
+            largest = 0
             for peer in range(self.participant.world):
                 self.channel.wait(peer, Phase.DATA)
-                size = int.from_bytes(self._bytes(peer, 8), "little")
-                texts[peer] += self._bytes(peer, 8 + min(part, max(size - begin, 0)))[8:]
-                longest = max(longest, size)
-            if longest <= begin + part:
-                return [json.loads(encoded) for encoded in texts]
+                size = int.from_bytes(self._buffer_bytes(peer, 8), "little")
+                received[peer] += self._buffer_bytes(peer, 8 + min(chunk, max(size - begin, 0)))[8:]
+                largest = max(largest, size)
+            if largest <= begin + chunk:
+                return [json.loads(encoded) for encoded in received]
         raise AssertionError("unreachable")
 
-    def _bytes(self, rank: int, nbytes: int) -> memoryview:
-        """Return the first bytes of a rank's buffer, until this epoch ends."""
+    def _buffer_bytes(self, rank: int, nbytes: int) -> memoryview:
+        """Return the first bytes of the data buffer of ``rank``. Valid until this epoch ends."""
         offset = self.channel.buffer_offset(self.epoch & 1)
         return memoryview(self._arena.region(rank, offset, nbytes))
 
     def set_chaos(self, **switches: Any) -> None:
-        """Switch on, for tests, random delays at every publish and wait, and negative controls."""
+        """Inject random delays into every publish and wait, for tests. Some ``switches`` break the
+        protocol (negative controls)."""
         self._chaos = switches
         self.channel.set_chaos(**switches)
         if self._device is not None:
             self._device.set_chaos(**switches)
-        for space in self.on_gpus.values():
+        for space in self.cuda_workspaces.values():
             space.set_chaos(**switches)
 
-    def abandon(self, why: str, late: bool = False, culprit: int = -1) -> None:
-        """End this rank's calls after an error, and notify the peers that wait."""
-        self.channel.abandon(why, late, culprit)
-        for space in self.on_gpus.values():
-            space.close(why, late, culprit)
-        self.on_gpus.clear()
+    def abandon(self, reason: str, late: bool = False, culprit: int = -1) -> None:
+        """Abandon the calls of this rank after an error, and notify waiting peers."""
+        self.channel.abandon(reason, late, culprit)
+        for space in self.cuda_workspaces.values():
+            space.close(reason, late, culprit)
+        self.cuda_workspaces.clear()
 
     def leave(self) -> None:
-        """Make kernels that are still queued stop waiting for peers, as the process ends."""
-        for space in self.on_gpus.values():
+        """Abort the waits of queued kernels, because the process exits."""
+        for space in self.cuda_workspaces.values():
             space.leave()
 
     def close(self) -> None:
-        """Drop the memory, which is freed when its last view is. Queued kernels may end first,
-        within limits: their peers count on them."""
-        for space in self.on_gpus.values():
-            space.let_end()
+        """Release the memory. It is freed with its last view. First wait, within limits, for queued
+        kernels: the kernels of peers depend on them."""
+        for space in self.cuda_workspaces.values():
+            space.drain()
         self.abandon("tpkernels.finalize")
         self._bases.clear()
         self.segments.clear()

@@ -1,4 +1,4 @@
-"""How much more memory this process may allocate, by the kernel's accounts."""
+"""The memory limits of this process, as reported by the kernel."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 _UNKNOWN = 1 << 62
 _MEMINFO = Path("/proc/meminfo")
-_OWN_CGROUPS = Path("/proc/self/cgroup")
+_PROCESS_CGROUPS = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
-# The files of each version of control groups; values are in bytes. Usage includes page cache, most
-# of which the kernel reclaims before it refuses memory or kills a process: the lines of memory.stat
-# that count it follow.
+# Control group files for cgroup v2 and v1: limit and usage in bytes, and the lines of memory.stat
+# that count page cache. Usage includes page cache, but the kernel reclaims most of it before it
+# refuses memory or kills a process.
 _VERSION_2 = "memory.max", "memory.current", ("active_file", "inactive_file")
 _VERSION_1 = (
     "memory.limit_in_bytes",
@@ -22,24 +22,24 @@ _VERSION_1 = (
 
 
 def available_bytes() -> int:
-    """Return the bytes that this process may still allocate: what the host has free, or what its
-    control groups leave if that is less. If more were committed, the kernel would kill a process
+    """Return the bytes that this process may still allocate: the minimum of the free memory of the
+    host and the headroom of the control groups. If more is committed, the kernel kills a process
     instead of returning an error."""
-    rooms = [_UNKNOWN]
+    limits = [_UNKNOWN]
     with contextlib.suppress(OSError):  # /proc is not mounted
-        rooms += [kib << 10 for kib in _numbers(_MEMINFO, ("MemAvailable:",))]
-    for folder, (limit_file, usage_file, reclaimable) in _own_cgroups():
+        limits += [kib << 10 for kib in _read_values(_MEMINFO, ("MemAvailable:",))]
+    for folder, (limit_file, usage_file, reclaimable) in _process_cgroups():
         with contextlib.suppress(OSError, ValueError):  # "max", or no such controller
             limit = int((folder / limit_file).read_text())
             used = int((folder / usage_file).read_text())
             with contextlib.suppress(OSError):
-                used -= sum(_numbers(folder / "memory.stat", reclaimable))
-            rooms.append(limit - max(used, 0))
-    return max(0, min(rooms))
+                used -= sum(_read_values(folder / "memory.stat", reclaimable))
+            limits.append(limit - max(used, 0))
+    return max(0, min(limits))
 
 
-def short_of_memory(nbytes: int, world: int) -> str | None:
-    """Return why ``world`` ranks cannot commit ``nbytes`` each; None: they can."""
+def find_memory_shortage(nbytes: int, world: int) -> str | None:
+    """Return the reason why ``world`` ranks cannot commit ``nbytes`` each, or None if they can."""
     free = available_bytes()
     if nbytes * world <= free:
         return None
@@ -49,7 +49,7 @@ def short_of_memory(nbytes: int, world: int) -> str | None:
     )
 
 
-def _numbers(path: Path, names: tuple[str, ...]) -> Iterator[int]:
+def _read_values(path: Path, names: tuple[str, ...]) -> Iterator[int]:
     """Yield the values of the lines that begin with one of ``names``."""
     for line in path.read_text().splitlines():
         name, _, value = line.partition(" ")
@@ -57,12 +57,12 @@ def _numbers(path: Path, names: tuple[str, ...]) -> Iterator[int]:
             yield int(value.split()[0])
 
 
-def _own_cgroups() -> Iterator[tuple[Path, tuple[str, str, tuple[str, ...]]]]:
-    """Yield the control groups that limit this process: its own and its ancestors. In a container,
-    the process's own group may be mounted as the root."""
+def _process_cgroups() -> Iterator[tuple[Path, tuple[str, str, tuple[str, ...]]]]:
+    """Yield (folder, file names) of each control group that limits this process, including its
+    ancestors. In a container, the group of the process may be mounted as the root."""
     lines = ["0::/", "-:memory:/"]
     with contextlib.suppress(OSError):
-        lines += _OWN_CGROUPS.read_text().splitlines()
+        lines += _PROCESS_CGROUPS.read_text().splitlines()
     for line in lines:
         number, controllers, path = line.split(":", 2)
         if number == "0":

@@ -1,12 +1,17 @@
-"""Problem: in a group that spans hosts, the ranks of each host share memory with each other only.
+"""The workspaces of a group that spans hosts: one per host.
 
-Algorithm: the ranks know who shares a host (colocation.py). Each host makes a workspace of its own,
-and all ranks exchange whether every host succeeded. Nothing is left of the others if one did not:
-all ranks make the same plans, so all have a node or none.
+Problem: only ranks on the same host share memory.
 
-Failure: a rank that cannot make the workspace notifies the others of its host, which know its
-address from the first exchange. No wait is longer than the group's timeout. The group works without
-nodes.
+Algorithm:
+1. The ranks know the hosts of all ranks (colocation.py). The ranks of each host create a workspace.
+2. All ranks exchange the results.
+
+Invariant 1 (agreement): all ranks have a node or none, because all ranks must make the same plans.
+If one host fails, the remaining hosts close their workspaces.
+Invariant 2 (bounded): no wait exceeds the group timeout.
+
+Failure: a rank that cannot create the workspace notifies the ranks of its host at the addresses of
+the first exchange. The group then works without nodes.
 """
 
 from __future__ import annotations
@@ -16,61 +21,61 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from tpkernels import _C
-from tpkernels.common.text import of_error
-from tpkernels.symm.colocation import MOST_RANKS
+from tpkernels.common.text import describe_error
+from tpkernels.symm.colocation import MAX_RANKS
 from tpkernels.symm.exchange import Participant, Presence
 from tpkernels.symm.host import HostWorkspace
 
 
 @dataclass
 class Node:
-    """The ranks of this host, and the workspace that they share."""
+    """The ranks of this host and their shared workspace."""
 
-    participant: Participant  #: this rank's place in the whole group
+    participant: Participant  #: this rank in the full group
     workspace: HostWorkspace
-    hosts: tuple[range, ...]  #: the ranks of each host
-    host: int  #: this rank's
-    limit: int | None = None  #: bytes of a buffer, once a host could not grow
+    hosts: tuple[range, ...]  #: ranks of each host
+    host: int  #: index of this host
+    limit: int | None = None  #: bytes of a buffer, after a host could not grow
 
     @property
     def channel(self) -> _C.host.Channel:
-        """Return the channel. It numbers ranks by their place in ``ranks``; its errors give their
-        numbers in the group."""
+        """Return the channel. Its rank numbers are indices into ``ranks``. Its errors contain group
+        ranks."""
         return self.workspace.channel
 
     @property
     def ranks(self) -> range:
-        """Return those of this host."""
+        """Return the group ranks of this host."""
         return self.hosts[self.host]
 
     @property
     def index(self) -> int:
-        """Return this rank's place in ``ranks``."""
+        """Return the index of this rank in ``ranks``."""
         return self.participant.rank - self.ranks.start
 
     @property
     def usable_bytes(self) -> int:
-        """Return what each data buffer may grow to, on every host."""
+        """Return the maximum size of a data buffer in bytes, valid on every host."""
         return self.workspace.workspace_bytes if self.limit is None else self.limit
 
     def set_timeout(self, seconds: float) -> None:
-        """Bound waits for the other hosts."""
+        """Set the limit of waits for other hosts."""
         self.participant = replace(self.participant, timeout=seconds)
 
-    def wants(self, nbytes: int) -> bool:
-        """Return whether the data buffers should grow for a call that would use ``nbytes`` of
-        each."""
+    def needs_growth(self, nbytes: int) -> bool:
+        """Return whether a call that would use ``nbytes`` of each data buffer should grow them."""
         return min(nbytes, self.usable_bytes) > self.channel.capacity
 
-    def grow(self, nbytes: int, text: str) -> str | None:
-        """Grow the data buffers on all hosts; see `HostWorkspace.grow`. Collective. If one host
-        lacks the memory, all take the steps that fit there."""
-        if not self.wants(nbytes):  # another thread was first
+    def grow(self, nbytes: int, description: str) -> str | None:
+        """Grow the data buffers on all hosts; see `HostWorkspace.grow`. Collective. If a host lacks
+        the memory, all ranks limit their steps to the buffers of that host."""
+        if not self.needs_growth(nbytes):  # a different thread has grown them
             return None
         try:
-            refused = self.workspace.grow(nbytes, text)
+            refused = self.workspace.grow(nbytes, description)
         except BaseException as failure:
-            self.participant.tell_left(failure)  # the other hosts wait below
+            # The ranks of other hosts wait in the exchange below.
+            self.participant.notify_left(failure)
             raise
         reports = self.participant.exchange("workspace growth", (refused, self.channel.capacity))
         refusals = [refused for refused, _ in reports if refused is not None]
@@ -82,13 +87,21 @@ class Node:
 def make_node(
     participant: Participant, workspace_bytes: int, leaders: Sequence[int]
 ) -> tuple[Node | None, str | None]:
-    """Return this rank's node, or what the group lacks for that; all ranks get one, or none.
-    ``leaders``: see `Colocation`. Collective.
+    """Create the nodes of a group. Collective.
+
+    Args:
+        participant: this rank in the full group.
+        workspace_bytes: maximum size of a data buffer.
+        leaders: first rank on the host of each rank, see `Colocation`.
+
+    Returns:
+        (node, None), or (None, reason) on all ranks if the group cannot have nodes.
 
     Raises:
-        CollectiveTimeoutError, PeerLostError: a rank did not arrive, or left.
+        CollectiveTimeoutError: a rank did not arrive in time.
+        PeerLostError: a rank left.
     """
-    hosts = hosts_of(leaders)
+    hosts = find_hosts(leaders)
     if isinstance(hosts, str):
         return None, hosts
     host = next(i for i, ranks in enumerate(hosts) if participant.rank in ranks)
@@ -105,29 +118,36 @@ def make_node(
     try:
         workspace = HostWorkspace(local, workspace_bytes)
     except BaseException as failure:
-        local.tell_left(failure)
+        local.notify_left(failure)
         if not isinstance(failure, Exception):
             raise
-        error = of_error(failure)
+        error = describe_error(failure)
     reports = participant.exchange("nodes", error)
-    errors = [(rank, text) for rank, text in enumerate(reports) if text]
+    errors = [(rank, message) for rank, message in enumerate(reports) if message]
     if workspace is None or errors:
         if workspace is not None:
             workspace.close()
-        rank, text = errors[0]
-        return None, f"needs shared memory on each host, but rank {rank} cannot create it: {text}"
+        rank, message = errors[0]
+        return (
+            None,
+            f"needs shared memory on each host, but rank {rank} cannot create it: {message}",
+        )
     return Node(participant, workspace, hosts, host), None
 
 
-def why_not_hierarchical(sizes: Sequence[int]) -> str | None:
-    """Return what hosts with so many ranks each lack for `hierarchical`; None: nothing."""
-    hosts = hosts_of([sum(sizes[:host]) for host, size in enumerate(sizes) for _ in range(size)])
+def find_hierarchical_obstacle(sizes: Sequence[int]) -> str | None:
+    """Return the reason why `hierarchical` does not support hosts with these numbers of ranks, or
+    None if it does."""
+    hosts = find_hosts([sum(sizes[:host]) for host, size in enumerate(sizes) for _ in range(size)])
     return hosts if isinstance(hosts, str) else None
 
 
-def hosts_of(leaders: Sequence[int]) -> tuple[range, ...] | str:
-    """Return the ranks of each host, given the first rank of each rank's host; or why they cannot
-    take the two levels of `hierarchical`."""
+def find_hosts(leaders: Sequence[int]) -> tuple[range, ...] | str:
+    """Return the ranks of each host, or the reason why `hierarchical` does not support the group.
+
+    Args:
+        leaders: first rank on the host of each rank.
+    """
     firsts = sorted(set(leaders))
     hosts = tuple(range(first, end) for first, end in pairwise([*firsts, len(leaders)]))
     for ranks in hosts:
@@ -143,6 +163,6 @@ def hosts_of(leaders: Sequence[int]) -> tuple[range, ...] | str:
     largest = max(map(len, hosts))
     if largest == 1:
         return "needs a host with two or more ranks that share memory, but each host has one rank"
-    if largest > MOST_RANKS:
-        return f"supports at most {MOST_RANKS} ranks per host, not {largest}"
+    if largest > MAX_RANKS:
+        return f"supports at most {MAX_RANKS} ranks per host, not {largest}"
     return hosts

@@ -1,15 +1,22 @@
-"""Problem: the ranks of a group, which so far share only a key-value store, must all map one arena.
+"""Rendezvous: map one arena on all ranks of a group.
 
-Algorithm: the ranks are known to reach rank 0 (colocation.py). Rank 0 creates the memory and
-listens on an abstract Unix socket, whose name disappears with the socket. The others connect, prove
-that they belong to the group (a token from the exchange) and to the same user, and send a pidfd of
-their own process. Rank 0 sends everybody the memory's descriptor and all pidfds. Every rank checks
-that rank 0 runs as its own user, maps the memory, whose size must be sealed, and commits its parts
-of it. Then the ranks exchange their errors, and either all succeed or all fail.
+Problem: the ranks share only a key-value store, and must map the same memory.
 
-Every step is bounded by the group's timeout and `_GRACE` plus `_NOTICE`. Received descriptors are
-closed on every path. A rank that gives up notifies the others (exchange.py) and closes its
-connections.
+Algorithm: all ranks can reach rank 0 (colocation.py).
+1. Rank 0 creates the memory and listens on an abstract Unix socket. The name of the socket vanishes
+   with the socket.
+2. The peers connect. They prove that they belong to the group (a token from the exchange) and run
+   as the same user, and send a pidfd of their process.
+3. Rank 0 sends the memory descriptor and all pidfds to every peer.
+4. Every rank checks that rank 0 runs as the same user and that the size of the memory is sealed. It
+   maps the memory and commits the ranges of its region.
+5. The ranks exchange their errors.
+
+Invariant 1 (agreement): set-up succeeds on all ranks or on none, because of step 5.
+Invariant 2 (bounded): a step lasts at most the group timeout plus `_GRACE` plus `_NOTICE`.
+Invariant 3 (no leak): received descriptors are closed on every path.
+
+Failure: a rank that gives up notifies its peers (exchange.py) and closes its connections.
 """
 
 from __future__ import annotations
@@ -35,21 +42,22 @@ from torch.distributed import DistError
 from tpkernels import _C
 from tpkernels.errors import CollectiveTimeoutError, PeerLostError
 from tpkernels.symm.exchange import Participant
-from tpkernels.symm.limits import short_of_memory
+from tpkernels.symm.limits import find_memory_shortage
 
-MOST_DESCRIPTORS = 253  # the kernel's limit for one message
-BACKLOG = 512  # connections that may wait to be accepted, including those of strangers
+MAX_DESCRIPTORS = 253  # kernel limit for one message
+BACKLOG = 512  # limit of unaccepted connections, including connections of unrelated processes
 _CONNECT_SLICE = 0.1  # s
-# Rank 0 gives up at the deadline; the others give it this long (s) to name the missing rank.
+# Rank 0 gives up at the deadline. Its peers wait this much longer (s), for its report of the
+# missing rank.
 _GRACE = 1.0
-_NOTICE = 0.5  # s for the notice of a rank that has closed its connections
-_LOOK = 0.05  # s between checks of the peers while the sockets are silent
+_NOTICE = 0.5  # s to wait for the notice of a rank that has closed its connections
+_CHECK_INTERVAL = 0.05  # s between checks of the peers while no socket is readable
 
-Parts = Sequence[tuple[int, int]]  # (offset, bytes) within a region
+ByteRanges = Sequence[tuple[int, int]]  # (offset, bytes) within a region
 
 
 class MappedArena(NamedTuple):
-    """An arena that all ranks have mapped, and a pidfd and pid of each rank."""
+    """An arena that all ranks have mapped, with one pidfd and one pid per rank."""
 
     arena: _C.host.Arena
     pidfds: list[int]
@@ -57,31 +65,36 @@ class MappedArena(NamedTuple):
 
 
 def make_arena(
-    participant: Participant, purpose: str, region_bytes: int, parts: Parts
+    participant: Participant, purpose: str, region_bytes: int, ranges: ByteRanges
 ) -> MappedArena:
-    """Map a new arena of ``participant.world`` regions on every rank; each rank commits ``parts``
-    of its own. Collective.
+    """Map a new arena of ``participant.world`` regions on every rank. Collective.
+
+    Args:
+        purpose: name of the arena in exchanges and errors.
+        region_bytes: size of the region of a rank.
+        ranges: the (offset, bytes) ranges of its region that each rank commits.
 
     Raises:
-        MemoryError: on every rank, when one of them cannot map it or commit its parts.
-        CollectiveTimeoutError, PeerLostError: a rank did not arrive, or left.
+        MemoryError: on every rank, if any rank cannot map the arena or commit its ranges.
+        CollectiveTimeoutError: a rank did not arrive in time.
+        PeerLostError: a rank left.
     """
     deadline = time.monotonic() + participant.timeout
     with contextlib.ExitStack() as files:
-        return _Arena(participant, region_bytes, parts, deadline).make(purpose, files)
+        return _ArenaSetup(participant, region_bytes, ranges, deadline).make(purpose, files)
 
 
 @dataclass(frozen=True)
-class _Arena:
-    """An arena that one rank makes with the others."""
+class _ArenaSetup:
+    """The set-up of one arena by this rank."""
 
     participant: Participant
     region_bytes: int
-    parts: Parts
+    ranges: ByteRanges
     deadline: float
 
     def make(self, purpose: str, files: contextlib.ExitStack) -> MappedArena:
-        """Make it; ``files`` closes what is not needed afterwards."""
+        """Set up the arena. ``files`` closes temporary sockets and descriptors."""
         participant, world, memory = self.participant, self.participant.world, -1
         offer: dict[str, Any] = {"pid": os.getpid()}
         if participant.rank == 0:
@@ -94,25 +107,25 @@ class _Arena:
         offers = participant.exchange(purpose, offer) if world > 1 else [offer]
         root, pids = offers[0], [offer["pid"] for offer in offers]
         _raise_first([root["error"]])
-        received: dict[int, list[int]] = {}  # pidfds, by the rank that sent them
+        received: dict[int, list[int]] = {}  # pidfds, by sender rank
         try:
             if participant.rank == 0:
                 received[0] = [_C.host.open_pidfd(os.getpid())]
                 connections = {}
                 if world > 1:
-                    connections = self._welcome(listener, root["token"], files, received)
+                    connections = self._accept_peers(listener, root["token"], files, received)
                 pidfds = [pidfd for _, sent in sorted(received.items()) for pidfd in sent]
-                error = self._too_few(pidfds, world)
+                error = self._find_shortage(pidfds, world)
                 shared = [] if error is not None else [*pidfds, memory]
                 for rank, connection in connections.items():
-                    with self.naming(rank):
+                    with self.peer_errors(rank):
                         send(connection, {"error": error}, shared)
             else:
-                answer, descriptors = self._join(root)
+                answer, descriptors = self._connect(root)
                 pidfds = received[0] = descriptors[:world]
                 for memory in descriptors[world:]:
                     files.callback(os.close, memory)
-                error = answer["error"] or self._too_few(descriptors, world + 1)
+                error = answer["error"] or self._find_shortage(descriptors, world + 1)
             arena = None
             if error is None:
                 arena, error = self._map(memory)
@@ -122,47 +135,48 @@ class _Arena:
                 if watch is None and len(pidfds) == world:
                     watch = partial(self._watch, pidfds)
                 mapping = replace(participant, watch=watch)
-                with self.naming(0):  # the exchange has its own deadline
+                with self.peer_errors(0):  # the exchange has its own deadline
                     errors = mapping.exchange(f"{purpose}, mapped", error)
             _raise_first(errors)
         except BaseException as failure:
-            if not isinstance(failure, MemoryError):  # which all ranks raise
-                participant.tell_left(failure)  # while the connections are open
+            if not isinstance(failure, MemoryError):  # all ranks raise a MemoryError
+                participant.notify_left(failure)  # before the connections close
             close_all(pidfd for sent in received.values() for pidfd in sent)
             raise
-        assert arena is not None  # or there was an error
+        assert arena is not None  # no rank reported an error
         return MappedArena(arena, pidfds, pids)
 
-    def _welcome(
+    def _accept_peers(
         self,
         listener: socket.socket,
         token: str,
         files: contextlib.ExitStack,
         received: dict[int, list[int]],
     ) -> dict[int, socket.socket]:
-        """Accept connections until all peers have said hello; return them, and add the pidfds to
-        ``received``. Strangers hold nobody up, however many connect and silent they stay."""
-        looked, missing = 0.0, set(range(1, self.participant.world))
+        """Accept connections until all peers have sent their hello. Return the connections, and add
+        the pidfds to ``received``. Unrelated processes that connect, even silent ones, do not delay
+        the peers."""
+        last_check, missing = 0.0, set(range(1, self.participant.world))
         connections: dict[int, socket.socket] = {}
         with selectors.PollSelector() as selector:
             selector.register(listener, selectors.EVENT_READ)
             while missing:
                 with self.bounded(min(missing)) as remaining:
-                    ready = selector.select(min(remaining, _LOOK))
-                    if time.monotonic() - looked > _LOOK:
-                        self.participant.look("setup")
-                        looked = time.monotonic()
+                    ready = selector.select(min(remaining, _CHECK_INTERVAL))
+                    if time.monotonic() - last_check > _CHECK_INTERVAL:
+                        self.participant.check_peers("setup")
+                        last_check = time.monotonic()
                 for connection in (key.fileobj for key, _ in ready):
                     assert isinstance(connection, socket.socket)  # for the type checker
                     if connection is listener:
-                        guest = files.enter_context(listener.accept()[0])
-                        if user_of(guest) == os.geteuid():
-                            selector.register(guest, selectors.EVENT_READ)
+                        accepted = files.enter_context(listener.accept()[0])
+                        if get_peer_user(accepted) == os.geteuid():
+                            selector.register(accepted, selectors.EVENT_READ)
                         else:
-                            guest.close()
+                            accepted.close()
                         continue
                     selector.unregister(connection)
-                    rank, descriptors = _hello(connection, token)
+                    rank, descriptors = _receive_hello(connection, token)
                     if rank not in missing:
                         close_all(descriptors)
                         connection.close()
@@ -172,12 +186,13 @@ class _Arena:
                     connections[rank], received[rank] = connection, descriptors
         return connections
 
-    def _join(self, root: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
-        """Give rank 0 a pidfd; return its answer, with the pidfds of all ranks and the memory."""
+    def _connect(self, root: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+        """Send a pidfd to rank 0. Return the answer of rank 0 and its descriptors: the pidfds of
+        all ranks and the memory."""
         participant = self.participant
         with self.bounded(0) as remaining, connected(root["socket"], remaining) as connection:
             connection.settimeout(remaining + _GRACE)
-            user = user_of(connection)
+            user = get_peer_user(connection)
             if user != os.geteuid():
                 raise PeerLostError(
                     f"setup of group '{participant.group}': the process on the socket of rank 0 "
@@ -193,17 +208,17 @@ class _Arena:
             return receive(connection, participant.world + 1)
 
     def _watch(self, pidfds: list[int]) -> None:
-        """Raise if a rank's process has ended."""
+        """Raise if the process of a rank has exited."""
         poll = select.poll()
         for pidfd in pidfds:
             poll.register(pidfd, select.POLLIN)
         for pidfd, _ in poll.poll(0):
-            with self.naming(pidfds.index(pidfd)):
+            with self.peer_errors(pidfds.index(pidfd)):
                 raise EOFError("its process has ended")
 
     def _create(self) -> tuple[int, str | None]:
         world = self.participant.world
-        error = short_of_memory(sum(size for _, size in self.parts), world)
+        error = find_memory_shortage(sum(size for _, size in self.ranges), world)
         if error is not None:
             return -1, error
         try:
@@ -214,15 +229,15 @@ class _Arena:
     def _map(self, memory: int) -> tuple[_C.host.Arena | None, str | None]:
         try:
             arena = _C.host.Arena(memory, self.region_bytes, self.participant.world)
-            for offset, size in self.parts:
+            for offset, size in self.ranges:
                 arena.commit(self.participant.rank, offset, size)
         except RuntimeError as error:
             return None, f"rank {self.participant.rank}: {error}"
         return arena, None
 
-    def _too_few(self, descriptors: list[int], expected: int) -> str | None:
-        """Return the error if some descriptors are missing: the kernel silently drops those that
-        would exceed the process's limit."""
+    def _find_shortage(self, descriptors: list[int], expected: int) -> str | None:
+        """Return an error message if descriptors are missing. The kernel silently drops descriptors
+        beyond the limit of the process."""
         if len(descriptors) == expected:
             return None
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -233,37 +248,38 @@ class _Arena:
 
     @contextlib.contextmanager
     def bounded(self, peer: int) -> Iterator[float]:
-        """Yield the seconds left to wait for ``peer``; raise if there are none."""
-        with self.naming(peer):
+        """Yield the seconds left to wait for ``peer``. Raise if the deadline has passed."""
+        with self.peer_errors(peer):
             remaining = self.deadline - time.monotonic()
             if remaining <= 0:
                 raise TimeoutError
             yield remaining
 
     @contextlib.contextmanager
-    def naming(self, peer: int) -> Iterator[None]:
-        """Turn a socket's errors into ours, which name ``peer``."""
+    def peer_errors(self, peer: int) -> Iterator[None]:
+        """Convert socket errors to errors of this package that name ``peer``."""
         participant = self.participant
         rank, peer = participant.name(participant.rank), participant.name(peer)
-        where = f"setup of group '{participant.group}': rank {rank} waited for rank {peer}"
+        prefix = f"setup of group '{participant.group}': rank {rank} waited for rank {peer}"
         try:
             yield
         except TimeoutError as error:
             raise CollectiveTimeoutError(
-                f"{where}, which did not arrive within {participant.timeout:g} s", peer=peer
+                f"{prefix}, which did not arrive within {participant.timeout:g} s", peer=peer
             ) from error
         except (ConnectionError, EOFError, DistError) as error:
-            # Why it left, or whom it waited for, shows a little after its connections close.
-            until = time.monotonic() + _NOTICE
-            while time.monotonic() < until:
-                with contextlib.suppress(DistError):  # it had the store, too
-                    participant.look("setup")
+            # The notice with the cause arrives shortly after the connections close.
+            notice_deadline = time.monotonic() + _NOTICE
+            while time.monotonic() < notice_deadline:
+                with contextlib.suppress(DistError):  # the peer also hosted the store
+                    participant.check_peers("setup")
                 time.sleep(0.005)
-            raise PeerLostError(f"{where}, which disconnected ({error})", peer=peer) from error
+            raise PeerLostError(f"{prefix}, which disconnected ({error})", peer=peer) from error
 
 
-def _hello(connection: socket.socket, token: str) -> tuple[int, list[int]]:
-    """Receive a peer's hello; return its rank, 0 if it is a stranger, and the descriptors sent."""
+def _receive_hello(connection: socket.socket, token: str) -> tuple[int, list[int]]:
+    """Receive the hello of a peer. Return the sender rank (0 for an unrelated process) and the
+    descriptors."""
     hello: dict[str, Any] = {}
     descriptors: list[int] = []
     with contextlib.suppress(OSError, EOFError, ValueError):  # no valid message
@@ -281,8 +297,8 @@ def _raise_first(errors: Iterable[str | None]) -> None:
 
 @contextlib.contextmanager
 def listening(purpose: str) -> Iterator[tuple[socket.socket, str]]:
-    """Listen on a Unix socket under a unique name, which disappears with the socket. Every user of
-    the machine can see the name and connect."""
+    """Listen on an abstract Unix socket with a unique name. The name vanishes with the socket.
+    Every user of the machine can see the name and connect."""
     name = f"tpkernels-{purpose}-{secrets.token_hex(16)}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"\0{name}")
@@ -292,16 +308,16 @@ def listening(purpose: str) -> Iterator[tuple[socket.socket, str]]:
 
 @contextlib.contextmanager
 def connected(name: str, seconds: float) -> Iterator[socket.socket]:
-    """Connect to the socket called ``name``. If strangers have filled its queue, wait in the kernel
-    for a place in it, for at most ``seconds``.
+    """Connect to the socket ``name``. If its queue is full, wait in the kernel for a free slot, for
+    at most ``seconds``.
 
     Raises:
-        ConnectionRefusedError: nobody listens there.
-        TimeoutError: there was no place in time.
+        ConnectionRefusedError: no process listens on the socket.
+        TimeoutError: the queue stayed full.
     """
     deadline = time.monotonic() + seconds
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        # Not settimeout: with it Python never waits for room in a Unix socket's queue.
+        # With settimeout, Python would not wait for a free slot in the queue of a Unix socket.
         _set_send_timeout(connection, _CONNECT_SLICE)
         while True:
             try:
@@ -327,31 +343,35 @@ def _set_send_timeout(connection: socket.socket, seconds: float) -> None:
 def send(
     connection: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()
 ) -> None:
-    """Send one message with descriptors, which stay open here."""
+    """Send one message with copies of ``descriptors``. They stay open in this process."""
     socket.send_fds(connection, [json.dumps(message).encode()], descriptors)
 
 
 def receive(
-    connection: socket.socket, most_descriptors: int = 0
+    connection: socket.socket, max_descriptors: int = 0
 ) -> tuple[dict[str, Any], list[int]]:
-    """Return the next message and its descriptors, which the caller must close. Fewer arrive than
-    were sent if this process may open no more.
+    """Receive the next message.
+
+    Returns:
+        The message, and its descriptors, which the caller must close. Descriptors beyond the limit
+        of this process are missing.
 
     Raises:
-        EOFError, OSError: the connection was closed or failed.
+        EOFError: the peer closed the connection.
+        OSError: the connection failed.
     """
     try:
-        data, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, most_descriptors)
-    except ConnectionResetError:  # reported once, ahead of what the peer sent before closing
-        data, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, most_descriptors)
+        data, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, max_descriptors)
+    except ConnectionResetError:  # reported once, ahead of data sent before the close
+        data, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, max_descriptors)
     if not data:
         close_all(descriptors)
         raise EOFError("the connection was closed")
     return json.loads(data), descriptors
 
 
-def user_of(connection: socket.socket) -> int:
-    """Return the effective user on the other side of a Unix socket."""
+def get_peer_user(connection: socket.socket) -> int:
+    """Return the effective user id of the peer of a Unix socket."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     return int(struct.unpack("3i", credentials)[1])
 

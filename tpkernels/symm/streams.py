@@ -1,21 +1,22 @@
-"""Streams and events of GPUs: whether they are captured, one order for the calls of all groups on a
-device, and streams beside the current one.
+"""CUDA streams and events: capture detection, the order of calls on a device, and side streams.
 
-Problem: a fused kernel fills every multiprocessor and ends when its peers' kernels have answered.
-If rank A runs the kernel of group 1 and rank B that of group 2, each waits for a kernel of the
-other that finds no multiprocessor free.
+Problem: a fused kernel occupies every SM and ends only after the kernels of its peers have
+answered. If rank A runs the kernel of group 1 and rank B the kernel of group 2, each kernel waits
+for a kernel that finds no free SM.
 
-Algorithm: a chain of events for each device of a process. A call on a stream first waits for the
-event of the last call of any group on that device, and records its own event at its end.
+Algorithm: a process chains events per device. A call first waits for the event of the last call on
+that device, whatever its group, and records an event at its end.
 
-Invariant: at most one call per device is under way. If all ranks issue their calls in one order,
-the first call in that order that has not ended is the next one on the devices of all its ranks, so
-its kernels run together and end.
+Invariant 1 (one call per device): at most one call runs on a device at a time.
+Invariant 2 (progress): every call ends, if all ranks issue their calls in one order. The first
+unfinished call in that order is then the next call on the device of each of its ranks. So its
+kernels run together and end.
 
-Callers see to what cannot be seen here: the ranks issue the calls of groups that share devices in
-one order. Neither can a capture wait for an event from outside it, nor a call outside for an event
-that was recorded in a capture. Captured calls are therefore ordered only by the streams of the
-capture, and replays only by the stream that they are launched on.
+The caller ensures that all ranks issue the calls of groups that share devices in one order.
+
+CUDA graphs: a capture cannot wait for an event recorded outside it, and a call outside cannot wait
+for an event recorded in a capture. The streams of the capture order captured calls. The launching
+stream orders replays.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ import torch
 
 Mark = torch.cuda.Event | None
 
-# High. The kernels there have one block of one warp, and go before the blocks of a matmul that wait
-# for a multiprocessor.
+# High priority: these kernels have one block of one warp, and run before matmul blocks that wait
+# for a free SM.
 _PRIORITY = -1
 
 
 def is_captured(device: torch.device) -> bool:
-    """Return whether what this thread queues on ``device`` now goes into a graph."""
+    """Return whether the current stream of ``device`` is being captured into a graph."""
     if device.type != "cuda":
         return False
     if torch.cuda.current_device() == device.index:
@@ -45,18 +46,22 @@ def is_captured(device: torch.device) -> bool:
 
 
 class DeviceOrder:
-    """The chain of one device. ``groups``: the names of those whose calls have been in it."""
+    """The chain of events of one device.
+
+    Attributes:
+        groups: names of the groups that have made calls on the device.
+    """
 
     def __init__(self) -> None:
-        # Calls of two groups may come from two threads, and one from a signal handler within
-        # another.
+        # Reentrant: two threads may use two groups, and a signal handler may make a call
+        # during a call.
         self._lock = threading.RLock()
         self._last: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
         self.groups: set[str] = set()
 
     def begin(self, group: str, stream: torch.cuda.Stream) -> None:
-        """Begin a call on ``stream``, which `end` must end, whether it raises or not."""
+        """Begin a call on ``stream``. The caller must call `end`, even if the call raises."""
         self._lock.acquire()
         try:
             self.groups.add(group)
@@ -67,7 +72,7 @@ class DeviceOrder:
             raise
 
     def end(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        """End a call on ``stream``, and record ``event`` there."""
+        """End the call: record ``event`` on ``stream``."""
         try:
             stream.record_event(event)
             self._last, self._stream = event, stream
@@ -76,104 +81,109 @@ class DeviceOrder:
 
 
 @functools.cache
-def order_of(device: torch.device) -> DeviceOrder:
-    """Return the chain of a device of this process."""
+def get_device_order(device: torch.device) -> DeviceOrder:
+    """Return the event chain of a device of this process."""
     return DeviceOrder()
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return the stream that calls on ``device`` are queued on; None for a CPU, where they run at
-    once."""
+    """Return the stream of calls on ``device``, or None for a CPU: CPU calls run synchronously."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def new_event(device: torch.device) -> torch.cuda.Event | None:
-    """Return an event of ``device``; None for a CPU."""
+    """Return a new event of ``device``, or None for a CPU."""
     return torch.cuda.Event() if device.type == "cuda" else None
 
 
 class SideStream:
-    """Streams of ``device`` that are forked from the current stream and joined to it within a call.
+    """Streams of ``device`` that a call forks from the current stream and joins to it.
 
-    Two are for copies and take turns: while one copies, the other waits for the next word. Copies
-    run one after another, whatever their stream, so that the first to be needed has the whole link.
-    A third runs every second part of a matmul, so that the last wave of one part and the first of
-    the next share the multiprocessors.
+    Two streams copy and alternate: while one stream copies, the other waits for the next signal.
+    Copies run one at a time, even on different streams, so that the most urgent copy gets the full
+    link bandwidth. A third stream runs every second chunk of a matmul, so that the last wave of a
+    chunk and the first wave of the next chunk share the SMs.
 
-    They use the caller's tensors without ``record_stream``: their memory is reused in the order of
-    the current stream, which has waited in ``join`` when the call returns. What is allocated on the
-    third stream must be used there alone. Ordering is by events, so the streams can be captured
-    into a graph. CPU tensors (a rehearsal) have no streams: all work runs at once, in order.
+    The streams use the tensors of the caller without ``record_stream``. The allocator reuses that
+    memory in the order of the current stream, and the current stream waits for all side streams in
+    ``join``. Tensors allocated on the third stream must only be used there. All ordering is by
+    events, so a graph can capture the streams. CPU tensors (dry runs) use no streams: work runs
+    synchronously, in order.
     """
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         self._device = device
         self._streams = [torch.cuda.Stream(device, _PRIORITY) for _ in range(2) if on_gpu]
-        self._second = torch.cuda.Stream(device) if on_gpu else None
-        self._at = self._parts = 0
-        self._begun: Mark = None
-        self.copied: Mark = None  #: marks the last copy
+        self._matmul_stream = torch.cuda.Stream(device) if on_gpu else None
+        self._active = self._chunks = 0
+        self._forked: Mark = None
+        self.copied: Mark = None  #: event after the last copy
 
     def fork(self) -> None:
-        """Run what is queued here from now on after the work in the current stream."""
-        self._at, self._parts, self.copied = 0, 0, None
+        """Order later work on the side streams after the work queued on the current stream."""
+        self._active, self._chunks, self.copied = 0, 0, None
         if self._streams:
-            self._begun = torch.cuda.current_stream(self._device).record_event()
+            self._forked = torch.cuda.current_stream(self._device).record_event()
             for stream in self._streams:
-                stream.wait_event(self._begun)
+                stream.wait_event(self._forked)
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Queue the block's work on the stream whose turn it is."""
+        """Queue the work of the block on the active copy stream."""
         if not self._streams:
             yield
             return
-        with torch.cuda.stream(self._streams[self._at]):
+        with torch.cuda.stream(self._streams[self._active]):
             yield
 
     @contextmanager
     def next(self) -> Iterator[None]:
-        """Give the other stream its turn, and queue the block's work there."""
-        self._at = 1 - self._at
+        """Switch to the other copy stream, and queue the work of the block there."""
+        self._active = 1 - self._active
         with self.current():
             yield
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Run a copy, in one of the blocks above, after the last one."""
+        """Run a copy after the previous copy. Used inside a `current` or `next` block."""
         if not self._streams:
             yield
             return
-        stream = self._streams[self._at]
+        stream = self._streams[self._active]
         if self.copied is not None:
             stream.wait_event(self.copied)
         yield
         self.copied = stream.record_event()
 
     @contextmanager
-    def part(self, *, alone: bool = False) -> Iterator[None]:
-        """Queue a part of a matmul, and what belongs to it alone. The current stream has the first
-        part, the third, ..., or all that must be ``alone``; the others run after what came before
-        `fork`, and next to these."""
-        self._parts += not alone
-        if self._second is None or alone or self._parts % 2 == 1:
+    def chunk(self, *, serial: bool = False) -> Iterator[None]:
+        """Queue a chunk of a matmul and the work that only this chunk needs.
+
+        Chunks alternate between the current stream and the third stream. Third-stream chunks start
+        after the work before `fork` and overlap with the chunks of the current stream.
+
+        Args:
+            serial: queue the chunk on the current stream in any case.
+        """
+        self._chunks += not serial
+        if self._matmul_stream is None or serial or self._chunks % 2 == 1:
             yield
             return
-        if self._parts == 2 and self._begun is not None:
-            self._second.wait_event(self._begun)
-        with torch.cuda.stream(self._second):
+        if self._chunks == 2 and self._forked is not None:
+            self._matmul_stream.wait_event(self._forked)
+        with torch.cuda.stream(self._matmul_stream):
             yield
 
     def wait(self, mark: Mark) -> None:
-        """Have the current stream wait for ``mark``."""
+        """Make the current stream wait for the event ``mark``."""
         if mark is not None:
             torch.cuda.current_stream(self._device).wait_event(mark)
 
     def join(self) -> None:
-        """Have the current stream wait for all work of these."""
-        used = self._streams
-        if self._second is not None and self._parts > 1:
-            used = [*used, self._second]
-        for stream in used:
+        """Make the current stream wait for all work on the side streams."""
+        pending = self._streams
+        if self._matmul_stream is not None and self._chunks > 1:
+            pending = [*pending, self._matmul_stream]
+        for stream in pending:
             torch.cuda.current_stream(self._device).wait_stream(stream)

@@ -1,4 +1,4 @@
-"""The HTTP interface, with a manager that generates what the test says."""
+"""The HTTP interface, with a manager that generates a fixed answer."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ pytest.importorskip("uvicorn")
 
 from starlette.testclient import TestClient
 
-from tests.support.serving import LENGTH, NAME, FakeManager, client, service, tokens_of
+from tests.support.serving import LENGTH, NAME, FakeManager, client, service, tokenize
 
 CHAT = [{"role": "user", "content": "how are you?"}]
 
 
 @contextlib.contextmanager
-def served(text: str = "fine. you?", **options: Any) -> Iterator[tuple[TestClient, FakeManager]]:
-    manager = FakeManager(tokens_of(text))
+def served(answer: str = "fine. you?", **options: Any) -> Iterator[tuple[TestClient, FakeManager]]:
+    manager = FakeManager(tokenize(answer))
     with client(service(manager, **options)) as http:
         yield http, manager
 
@@ -37,7 +37,7 @@ def chat(http: TestClient, **fields: Any) -> Any:
 
 
 def events(reply: Any) -> list[dict[str, Any]]:
-    """The events of a stream, which must end as OpenAI's do."""
+    """Return the events of a stream, which must end like an OpenAI stream."""
     assert reply.status_code == 200, reply.text
     assert reply.headers["content-type"].startswith("text/event-stream")
     lines = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
@@ -45,7 +45,7 @@ def events(reply: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def error_of(reply: Any, status: int) -> dict[str, Any]:
+def get_error(reply: Any, status: int) -> dict[str, Any]:
     assert reply.status_code == status, reply.text
     error = reply.json()["error"]
     assert set(error) == {"message", "type", "param", "code"} and error["message"]
@@ -62,7 +62,7 @@ def test_a_completion() -> None:
         usage = reply["usage"]
         assert usage == {"prompt_tokens": 12, "completion_tokens": 11, "total_tokens": 23}
         (added,) = manager.added.values()
-        assert added["input_ids"] == tokens_of("how are you?")[:-1]
+        assert added["input_ids"] == tokenize("how are you?")[:-1]
         sampling = added["sampling"]
         assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0, 0, 1)
         assert added["max_new_tokens"] == 16 and added["eos_token_id"] == [2]
@@ -73,7 +73,7 @@ def test_a_completion() -> None:
         assert (sampling.temperature, sampling.top_k, sampling.top_p) == (1, 0, 1)
 
 
-def test_a_chat_gets_the_models_template() -> None:
+def test_a_chat_uses_the_template_of_the_model() -> None:
     with served() as (http, manager):
         messages = [{"role": "system", "content": [{"type": "text", "text": "be "}] * 2}, *CHAT]
         reply = chat(http, messages=messages, max_completion_tokens=3).json()
@@ -83,7 +83,7 @@ def test_a_chat_gets_the_models_template() -> None:
         assert choice["finish_reason"] == "length"
         chat(http)
         first, second = manager.added.values()
-        assert first["input_ids"] == tokens_of("s be be \nu how are you?\na ")[:-1]
+        assert first["input_ids"] == tokenize("s be be \nu how are you?\na ")[:-1]
         assert second["max_new_tokens"] == LENGTH - len(second["input_ids"])
 
 
@@ -99,16 +99,16 @@ def test_streams() -> None:
         assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 11
         end = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}
         assert chunks[-2]["choices"] == [end]
-        texts = [chunk["choices"][0]["delta"]["content"] for chunk in chunks[:-2]]
-        assert "".join(texts) == "fine. you?"
+        contents = [chunk["choices"][0]["delta"]["content"] for chunk in chunks[:-2]]
+        assert "".join(contents) == "fine. you?"
 
 
 def test_a_stop_string_ends_the_request() -> None:
     with served("one two three") as (http, manager):
-        manager.held, manager.before_hold = True, len("one two")
+        manager.paused, manager.tokens_before_pause = True, len("one two")
         (choice,) = chat(http, stop=["three", "two"]).json()["choices"]
         assert (choice["message"]["content"], choice["finish_reason"]) == ("one ", "stop")
-        choices = [each["choices"][0] for each in events(complete(http, stop="two", stream=True))]
+        choices = [event["choices"][0] for event in events(complete(http, stop="two", stream=True))]
         assert "".join(choice["text"] for choice in choices) == "one "
         assert choices[-1]["finish_reason"] == "stop"
         assert manager.cancelled == list(manager.added)
@@ -135,19 +135,20 @@ def test_log_probabilities() -> None:
         assert len(choice["logprobs"]["content"]) == 2
 
 
-def test_offsets_count_special_tokens_that_the_prompt_has_as_text() -> None:
-    """And not those that the echo of a prompt of tokens leaves out, nor those of the answer."""
+def test_offsets_of_special_tokens() -> None:
+    """Offsets count a special token in a text prompt. They do not count special tokens in a token
+    prompt or in the answer, because the returned text omits these."""
     with served("e") as (http, _):
         fields = {"max_tokens": 2, "echo": True, "logprobs": 1}
-        for prompt, text in (("a</s>b", "a</s>be"), (tokens_of("a") + tokens_of("b")[:-1], "abe")):
+        for prompt, want in (("a</s>b", "a</s>be"), (tokenize("a") + tokenize("b")[:-1], "abe")):
             (choice,) = complete(http, prompt=prompt, **fields).json()["choices"]
-            assert choice["text"] == text and choice["logprobs"]["tokens"][1] == "</s>"
-            begins = [text.find(token, i) for i, token in enumerate("abe")]
-            found = choice["logprobs"]["text_offset"]
-            assert [found[0], *found[2:4]] == begins and found[1] == 1
+            assert choice["text"] == want and choice["logprobs"]["tokens"][1] == "</s>"
+            want_offsets = [want.find(token, i) for i, token in enumerate("abe")]
+            offsets = choice["logprobs"]["text_offset"]
+            assert [offsets[0], *offsets[2:4]] == want_offsets and offsets[1] == 1
 
 
-def test_bytes_of_parts_of_characters() -> None:
+def test_bytes_of_partial_characters() -> None:
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -162,16 +163,16 @@ def test_bytes_of_parts_of_characters() -> None:
     by_byte.decoder = decoders.ByteLevel()
     for backend in (fallback, by_byte):
         tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
-        prompts = Prompts(tokenizer, vocabulary=300, most=5)
+        prompts = Prompts(tokenizer, vocabulary=300, max_length=5)
         tokens = range(1, 4) if backend is fallback else tokenizer("\N{EURO SIGN}")["input_ids"]
-        parts = [byte for token in tokens for byte in prompts.text_of(token)[1] or ()]
-        assert bytes(parts).decode() == "\N{EURO SIGN}"
-        assert prompts.text_of(tokenizer("a")["input_ids"][0]) == ("a", [97])
+        decoded = [byte for token in tokens for byte in prompts.decode_token(token)[1] or ()]
+        assert bytes(decoded).decode() == "\N{EURO SIGN}"
+        assert prompts.decode_token(tokenizer("a")["input_ids"][0]) == ("a", [97])
 
 
-@pytest.mark.parametrize(("new", "prompt"), [(0, "how"), (1, tokens_of("how")[:-1])])
+@pytest.mark.parametrize(("new", "prompt"), [(0, "how"), (1, tokenize("how")[:-1])])
 def test_an_echo_with_log_probabilities(new: int, prompt: Any) -> None:
-    """As evaluation harnesses ask for it."""
+    """Evaluation harnesses send these requests."""
     with served("e") as (http, _):
         fields = {"prompt": [prompt, "a"], "max_tokens": new, "echo": True, "logprobs": 1}
         reply = complete(http, **fields).json()
@@ -183,14 +184,20 @@ def test_an_echo_with_log_probabilities(new: int, prompt: Any) -> None:
         assert second["logprobs"]["text_offset"] == [0, 1][: 1 + new]
         usage = {"prompt_tokens": 4, "completion_tokens": 2 * new, "total_tokens": 4 + 2 * new}
         assert reply["usage"] == usage
-        pieces = [chunk["choices"][0] for chunk in events(complete(http, stream=True, **fields))]
+        stream_choices = [
+            chunk["choices"][0] for chunk in events(complete(http, stream=True, **fields))
+        ]
         for choice in reply["choices"]:
-            own = [piece for piece in pieces if piece["index"] == choice["index"]]
-            assert "".join(piece["text"] for piece in own) == choice["text"]
-            assert own[-1]["finish_reason"] == choice["finish_reason"] == "length"
-            shown = [piece["logprobs"] for piece in own if piece["logprobs"]]
+            parts = [
+                part_choice
+                for part_choice in stream_choices
+                if part_choice["index"] == choice["index"]
+            ]
+            assert "".join(part_choice["text"] for part_choice in parts) == choice["text"]
+            assert parts[-1]["finish_reason"] == choice["finish_reason"] == "length"
+            shown = [part_choice["logprobs"] for part_choice in parts if part_choice["logprobs"]]
             for name, values in choice["logprobs"].items():
-                assert [each for piece in shown for each in piece[name]] == values
+                assert [value for part_choice in shown for value in part_choice[name]] == values
 
 
 def test_several_prompts_and_answers() -> None:
@@ -202,32 +209,34 @@ def test_several_prompts_and_answers() -> None:
         usage = {"prompt_tokens": 3, "completion_tokens": 44, "total_tokens": 47}
         assert reply["usage"] == usage
         added = list(manager.added.values())
-        assert [len(each["input_ids"]) for each in added] == [1, 1, 2, 2]
-        assert [each["sampling"].seed for each in added] == [10, 11, 12, 13]
+        assert [len(request["input_ids"]) for request in added] == [1, 1, 2, 2]
+        assert [request["sampling"].seed for request in added] == [10, 11, 12, 13]
         assert added[3]["sampling"].frequency_penalty == 0.5
         options = {"include_usage": True}
-        *pieces, last = events(complete(http, **fields, stream=True, stream_options=options))
+        *stream, last = events(complete(http, **fields, stream=True, stream_options=options))
         assert last["usage"] == usage
         for index in range(4):
-            own = [piece["choices"][0] for piece in pieces if piece["choices"][0]["index"] == index]
-            assert "".join(piece["text"] for piece in own) == "fine. you?"
-            assert [piece["finish_reason"] for piece in own][-2:] == [None, "stop"]
+            parts = [
+                chunk["choices"][0] for chunk in stream if chunk["choices"][0]["index"] == index
+            ]
+            assert "".join(chunk["text"] for chunk in parts) == "fine. you?"
+            assert [chunk["finish_reason"] for chunk in parts][-2:] == [None, "stop"]
         *chunks, _ = events(chat(http, n=2, stream=True, stream_options=options))
         roles = [chunk["choices"][0] for chunk in chunks if "role" in chunk["choices"][0]["delta"]]
         assert [choice["index"] for choice in roles] == [0, 1]
-        # Without a seed each has its own.
+        # Without a seed, each choice gets a different seed.
         chat(http, n=2)
-        *_, one, other = manager.added.values()
-        assert one["sampling"].seed != other["sampling"].seed
+        *_, first, second = manager.added.values()
+        assert first["sampling"].seed != second["sampling"].seed
 
 
 def test_models_health_and_metrics() -> None:
     with served() as (http, manager):
-        assert [each["id"] for each in http.get("/v1/models").json()["data"]] == [NAME]
+        assert [model["id"] for model in http.get("/v1/models").json()["data"]] == [NAME]
         assert http.get(f"/v1/models/{NAME}").json()["id"] == NAME
-        assert error_of(http.get("/v1/models/other"), 404)["code"] == "model_not_found"
+        assert get_error(http.get("/v1/models/other"), 404)["code"] == "model_not_found"
         complete(http)
-        error_of(complete(http, prompt=""), 400)
+        get_error(complete(http, prompt=""), 400)
         shown = http.get("/metrics").text
         for line in (
             'tpkernels_requests_total{status="200"} 3.0',
@@ -245,14 +254,14 @@ def test_models_health_and_metrics() -> None:
         manager.running = False
         assert http.get("/health").status_code == 503
         assert "retry-after" in complete(http).headers
-        assert error_of(complete(http), 503)["type"] == "server_error"
+        assert get_error(complete(http), 503)["type"] == "server_error"
 
 
 def test_a_key() -> None:
     with served(key="secret") as (http, manager):
-        assert error_of(complete(http), 401)["code"] == "invalid_api_key"
+        assert get_error(complete(http), 401)["code"] == "invalid_api_key"
         http.headers["authorization"] = "Bearer wrong"
-        error_of(http.get("/v1/models"), 401)
+        get_error(http.get("/v1/models"), 401)
         assert http.get("/health").status_code == 200
         http.headers["authorization"] = "Bearer secret"
         assert complete(http).status_code == 200
@@ -262,7 +271,7 @@ def test_a_key() -> None:
 def test_an_error_of_the_generation() -> None:
     with served() as (http, manager):
         manager.error = "it broke"
-        assert error_of(complete(http, prompt=["a", "b"]), 500)["type"] == "server_error"
+        assert get_error(complete(http, prompt=["a", "b"]), 500)["type"] == "server_error"
         *chunks, last = events(chat(http, stream=True))
         assert chunks and last["error"]["type"] == "server_error"
         assert 'tpkernels_requests_total{status="500"} 2.0' in http.get("/metrics").text
@@ -270,10 +279,10 @@ def test_an_error_of_the_generation() -> None:
 
 def test_an_answer_takes_too_long() -> None:
     with served(timeout=0.1) as (http, manager):
-        manager.held = True
-        error_of(complete(http, prompt=["a", "b"]), 504)
-        error_of(complete(http, stream=True), 504)  # before its first event
-        manager.before_hold = 3
+        manager.paused = True
+        get_error(complete(http, prompt=["a", "b"]), 504)
+        get_error(complete(http, stream=True), 504)  # before its first event
+        manager.tokens_before_pause = 3
         *chunks, last = events(complete(http, stream=True))
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "fin"
         assert "longer than 0.1 s" in last["error"]["message"]
@@ -281,13 +290,13 @@ def test_an_answer_takes_too_long() -> None:
 
 
 def test_too_many_requests() -> None:
-    with served(most=2, timeout=0.2) as (http, manager):
-        manager.held, manager.before_hold = True, 1
+    with served(max_requests=2, timeout=0.2) as (http, manager):
+        manager.paused, manager.tokens_before_pause = True, 1
         asked = {"url": "/v1/completions", "json": {"model": NAME, "prompt": "a", "stream": True}}
         with http.stream("POST", **asked) as first, http.stream("POST", **asked) as second:
             assert first.status_code == second.status_code == 200
             reply = complete(http)
-            assert error_of(reply, 429)["type"] == "rate_limit_error"
+            assert get_error(reply, 429)["type"] == "rate_limit_error"
             assert reply.headers["retry-after"] == "1"
-        manager.held = False
+        manager.paused = False
         assert complete(http).status_code == 200

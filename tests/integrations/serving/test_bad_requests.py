@@ -1,4 +1,4 @@
-"""Requests that are refused: the status, and what the message names."""
+"""Refused requests: the status, and the parameter in the error."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ pytest.importorskip("uvicorn")
 
 from starlette.testclient import TestClient
 
-from tests.integrations.serving.test_app import error_of
-from tests.support.serving import LENGTH, NAME, FakeManager, client, service, tokens_of
+from tests.integrations.serving.test_app import get_error
+from tests.support.serving import LENGTH, NAME, FakeManager, client, service, tokenize
 
 MESSAGES = [{"role": "user", "content": "a"}]
 GOOD = {
     "/v1/completions": {"model": NAME, "prompt": "a"},
     "/v1/chat/completions": {"model": NAME, "messages": MESSAGES},
 }
-BOTH: dict[str, list[Any]] = {
+COMMON_FIELDS: dict[str, list[Any]] = {
     "temperature": [-1, 2.5, "hot"],
     "top_p": [-0.1, 1.1, "most"],
     "top_k": [-2, 1.5, 1 << 31],
@@ -46,7 +46,7 @@ USER, IMAGE = {"role": "user"}, {"type": "image_url", "image_url": {"url": "x"}}
 CHATS: list[Any] = [[], "a", [USER], [{"content": "a"}], [{"role": "robot", "content": "a"}]]
 CHATS += [[{**USER, "content": content}] for content in ("a" * LENGTH, [IMAGE])]
 CHATS += [[{**USER, "content": "a", "tool_calls": []}]]
-OWN: dict[str, dict[str, list[Any]]] = {
+ENDPOINT_FIELDS: dict[str, dict[str, list[Any]]] = {
     "/v1/completions": {
         "prompt": PROMPTS,
         "echo": ["twice", 5],
@@ -68,8 +68,8 @@ OWN: dict[str, dict[str, list[Any]]] = {
 }
 CASES = [
     (path, field, value)
-    for path, own in OWN.items()
-    for field, values in {**BOTH, **own}.items()
+    for path, endpoint_fields in ENDPOINT_FIELDS.items()
+    for field, values in {**COMMON_FIELDS, **endpoint_fields}.items()
     for value in values
 ]
 
@@ -79,7 +79,7 @@ EMPTY = "is empty; expected up to 16 strings of 1 to 1024 characters"
 
 @pytest.fixture(scope="module")
 def manager() -> FakeManager:
-    return FakeManager(tokens_of("b"))
+    return FakeManager(tokenize("b"))
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def http(manager: FakeManager) -> Iterator[TestClient]:
 
 
 def test_bad_fields(http: TestClient, manager: FakeManager) -> None:
-    """One test for all: most take a millisecond."""
+    """All cases share a test, because a request lasts about a millisecond."""
     wrong = []
     for path, field, value in CASES:
         reply = http.post(path, json={**GOOD[path], field: value})
@@ -100,14 +100,14 @@ def test_bad_fields(http: TestClient, manager: FakeManager) -> None:
     assert not manager.added
 
 
-def test_fields_that_change_nothing_are_taken(http: TestClient) -> None:
+def test_fields_without_effect_are_accepted(http: TestClient) -> None:
     zero = ("frequency_penalty", "min_p", "temperature", "top_p")
     null = ("logprobs", "stream_options", "stream", "reasoning_effort")
     neutral = {"n": 1, "presence_penalty": 0.0, "repetition_penalty": 1, "logit_bias": {}}
     neutral |= {"user": "me", "metadata": {"a": "b"}, "seed": 5, "top_k": -1, "stop": []}
     neutral |= {**dict.fromkeys(zero, 0), **dict.fromkeys(null)}
     for path, good in GOOD.items():
-        for fields in (neutral, {}):  # the refusals would pass if it refused all
+        for fields in (neutral, {}):  # a server that refuses everything would pass the other tests
             reply = http.post(path, json={**good, **fields})
             assert reply.status_code == 200, reply.text
 
@@ -142,87 +142,87 @@ def test_fields_that_change_nothing_are_taken(http: TestClient) -> None:
         ),
     ],
 )
-def test_messages_say_what_to_do(
+def test_error_messages(
     http: TestClient, path: str, fields: dict[str, Any], param: str | None, message: str
 ) -> None:
-    error = error_of(http.post(path, json={**GOOD[path], **fields}), 400)
+    error = get_error(http.post(path, json={**GOOD[path], **fields}), 400)
     assert error["param"] == param and message in error["message"], error
 
 
-def posted(http: TestClient, path: str, content: Any, kind: str = "application/json") -> Any:
+def post_body(http: TestClient, path: str, content: Any, kind: str = "application/json") -> Any:
     return http.post(path, content=content, headers={"content-type": kind})
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'"text"', b"\xff\xfe", b'{"a":' * 100_000])
-def test_bodies_that_are_no_object(http: TestClient, content: bytes) -> None:
+def test_bodies_without_an_object(http: TestClient, content: bytes) -> None:
     for path in GOOD:
-        error_of(posted(http, path, content), 400)
+        get_error(post_body(http, path, content), 400)
 
 
-HALF = "\ud800"
-PART = {"type": "text", "text": HALF}
+HALF_CHARACTER = "\ud800"
+HALF_CONTENT = {"type": "text", "text": HALF_CHARACTER}
 
 
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
-        ("/v1/completions", {"prompt": HALF}),
+        ("/v1/completions", {"prompt": HALF_CHARACTER}),
         ("/v1/completions", {"stop": "a\udfff"}),
-        ("/v1/completions", {HALF: 1}),
+        ("/v1/completions", {HALF_CHARACTER: 1}),
         ("/v1/completions", {"x" * 10_000: 1}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": HALF}]}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [PART]}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": HALF_CHARACTER}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [HALF_CONTENT]}]}),
     ],
 )
 def test_half_a_character(http: TestClient, path: str, fields: dict[str, Any]) -> None:
-    """JSON can have text that is no UTF-8."""
-    reply = posted(http, path, json.dumps({**GOOD[path], **fields}))
-    assert len(error_of(reply, 400)["message"]) < 1100
-    reply = posted(http, path, json.dumps({**GOOD[path], "model": HALF}))
+    """JSON may contain half a surrogate pair, which is not valid UTF-8. The error is short."""
+    reply = post_body(http, path, json.dumps({**GOOD[path], **fields}))
+    assert len(get_error(reply, 400)["message"]) < 1100
+    reply = post_body(http, path, json.dumps({**GOOD[path], "model": HALF_CHARACTER}))
     assert reply.status_code in (400, 404)
 
 
 def test_json_must_be_declared(http: TestClient) -> None:
-    """A web page may send text to a server on its reader's machine, but not JSON."""
+    """Browsers let web pages send text to local servers, but not JSON. So text is refused."""
     for kind in ("text/plain", ""):
-        reply = posted(http, "/v1/completions", json.dumps(GOOD["/v1/completions"]), kind)
-        message = error_of(reply, 400)["message"]
+        reply = post_body(http, "/v1/completions", json.dumps(GOOD["/v1/completions"]), kind)
+        message = get_error(reply, 400)["message"]
         assert message == f"content-type is '{kind}'; send application/json"
 
 
-def test_turns_as_the_client_of_openai_keeps_them(http: TestClient) -> None:
-    """``model_dump()`` of a reply has a null for each field that it lacks."""
+def test_messages_of_the_openai_client(http: TestClient) -> None:
+    """``model_dump()`` of a reply contains null for missing fields. The server accepts it."""
     answer = {"role": "assistant", "content": "b", "refusal": None, "tool_calls": None}
     reply = http.post("/v1/chat/completions", json={"model": NAME, "messages": [*MESSAGES, answer]})
     assert reply.status_code == 200, reply.text
 
 
-def test_where_json_ends_being_json(http: TestClient) -> None:
+def test_the_position_of_a_json_error(http: TestClient) -> None:
     kind = "application/json; charset=utf-8"
-    error = error_of(posted(http, "/v1/completions", '{"model": "a" 1}', kind), 400)
+    error = get_error(post_body(http, "/v1/completions", '{"model": "a" 1}', kind), 400)
     assert error["param"] is None and "the body is not JSON: " in error["message"]
     assert error["message"].endswith(", at character 14"), error
 
 
 def test_other_models_paths_and_methods(http: TestClient) -> None:
     for path, good in GOOD.items():
-        assert error_of(http.post(path, json={**good, "model": "x"}), 404)["param"] == "model"
-        error_of(http.get(path), 405)
-    error_of(http.get("/v1/nothing"), 404)
-    error_of(http.get("/docs"), 404)
+        assert get_error(http.post(path, json={**good, "model": "x"}), 404)["param"] == "model"
+        get_error(http.get(path), 405)
+    get_error(http.get("/v1/nothing"), 404)
+    get_error(http.get("/docs"), 404)
 
 
 def test_a_large_body() -> None:
-    with client(service(FakeManager([]), most_bytes=1000)) as http:
+    with client(service(FakeManager([]), max_body_bytes=1000)) as http:
         for content in (b"x" * 1001, iter([b"x" * 600] * 2)):
             reply = http.post("/v1/completions", content=content)
-            assert "1000 bytes" in error_of(reply, 413)["message"]
+            assert "1000 bytes" in get_error(reply, 413)["message"]
 
 
 def test_a_model_without_a_template() -> None:
-    with client(service(FakeManager(tokens_of("b")), template=None)) as http:
+    with client(service(FakeManager(tokenize("b")), template=None)) as http:
         reply = http.post("/v1/chat/completions", json=GOOD["/v1/chat/completions"])
-        assert "/v1/completions" in error_of(reply, 400)["message"]
+        assert "/v1/completions" in get_error(reply, 400)["message"]
         assert http.post("/v1/completions", json=GOOD["/v1/completions"]).status_code == 200
 
 
@@ -230,4 +230,4 @@ def test_a_tokenizer_that_is_not_fast() -> None:
     from tpkernels.integrations.transformers.serving.api import Prompts
 
     with pytest.raises(ValueError, match=r"is not a fast tokenizer; copy a tokenizer\.json"):
-        Prompts(object(), vocabulary=5, most=5)
+        Prompts(object(), vocabulary=5, max_length=5)

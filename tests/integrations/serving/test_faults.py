@@ -1,4 +1,4 @@
-"""The end of ``tpkernels serve``: signals, ranks that die or hang, and a driver that is killed."""
+"""Shutdown of ``tpkernels serve``: signals, ranks that die or hang, and a killed driver."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytest.importorskip("uvicorn")
 httpx = pytest.importorskip("httpx2")
 
 pytestmark = pytest.mark.slow
-PEER_S = 30  # after which a rank that does not answer has failed
+PEER_S = 30  # seconds until a rank that does not answer counts as failed
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def load(server: served.Server, count: int = 8) -> Iterator[list[tuple[int, str]]]:
-    """Clients that ask again and again, half of them for streams; what they got last."""
+    """Run clients that repeat requests, half of them streaming. Yield the last reply of each."""
     last, stop = [(0, "")] * count, threading.Event()
     fields = {"model": server.name, "prompt": "on and on", "temperature": 0, "max_tokens": 150}
 
@@ -46,20 +46,20 @@ def load(server: served.Server, count: int = 8) -> Iterator[list[tuple[int, str]
                     return
 
     with ThreadPoolExecutor(count) as pool:
-        asking = pool.map(ask, range(count))
+        clients = pool.map(ask, range(count))
         time.sleep(2)
         try:
             yield last
         finally:
             stop.set()
-            list(asking)
+            list(clients)
 
 
 def failed(reply: tuple[int, str]) -> bool:
     return reply[0] != 200 or '"error"' in reply[1]
 
 
-def gone(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     return True
@@ -73,32 +73,32 @@ def until(condition: Callable[[], bool], timeout: float) -> None:
 
 
 @contextlib.contextmanager
-def leaving_nothing(server: served.Server) -> Iterator[list[int]]:
-    """The block ends the server; its ranks must end too."""
+def all_ranks_end(server: served.Server) -> Iterator[list[int]]:
+    """Yield the ranks of a server that ends within the block, and check that its ranks end."""
     ranks = server.ranks()
     assert len(ranks) == 2
     yield ranks
-    until(lambda: all(map(gone, ranks)), 10)
+    until(lambda: all(map(has_ended, ranks)), 10)
 
 
 @pytest.mark.parametrize("rank", [1, 0])
 def test_a_rank_is_killed_under_load(folder: Path, rank: int) -> None:
-    with served.server(folder) as server, leaving_nothing(server) as ranks:
+    with served.server(folder) as server, all_ranks_end(server) as ranks:
         with load(server) as last:
             os.kill(ranks[rank], signal.SIGKILL)
             assert server.process.wait(30) == 1
         assert all(map(failed, last))
-        if rank == 1:  # otherwise nobody is left to answer
-            texts = [text for status, text in last if status]
-            assert texts and all(
-                "the generation failed" in text or "stopping" in text for text in texts
+        if rank == 1:  # without rank 0, no process can answer
+            bodies = [body for status, body in last if status]
+            assert bodies and all(
+                "the generation failed" in body or "stopping" in body for body in bodies
             )
         assert f"rank {rank} (pid {ranks[rank]})" in server.output()
         assert "killed by SIGKILL" in server.output()
 
 
 def test_a_rank_is_stopped(folder: Path) -> None:
-    with served.server(folder) as server, leaving_nothing(server) as ranks:
+    with served.server(folder) as server, all_ranks_end(server) as ranks:
         with load(server) as last:
             begin = time.monotonic()
             os.kill(ranks[1], signal.SIGSTOP)
@@ -110,8 +110,8 @@ def test_a_rank_is_stopped(folder: Path) -> None:
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
 def test_running_requests_end_before_the_server(folder: Path, sign: signal.Signals) -> None:
-    """The signal goes to all of its processes, as supervisors and terminals send it."""
-    with served.server(folder, "--grace", 60) as server, leaving_nothing(server):
+    """All processes of the server get the signal, as from supervisors and terminals."""
+    with served.server(folder, "--grace", 60) as server, all_ranks_end(server):
         body = {"model": server.name, "prompt": "a", "temperature": 0, "max_tokens": 190}
         with ThreadPoolExecutor(1) as pool:
             url = f"{server.url}/v1/completions"
@@ -126,7 +126,7 @@ def test_running_requests_end_before_the_server(folder: Path, sign: signal.Signa
 
 
 def test_requests_that_take_too_long_are_cut_off(folder: Path) -> None:
-    with served.server(folder, "--grace", 0) as server, leaving_nothing(server):
+    with served.server(folder, "--grace", 0) as server, all_ranks_end(server):
         with load(server, count=32) as last:
             begin = time.monotonic()
             assert server.stop() == 0, server.output()
@@ -134,14 +134,14 @@ def test_requests_that_take_too_long_are_cut_off(folder: Path) -> None:
         assert "Traceback" not in server.output()
     cut_off = [reply for reply in last if failed(reply) and reply[0]]
     assert cut_off, last
-    for status, text in cut_off:
-        assert "the server is stopping" in text, text
-        assert status == 503 or text.endswith("data: [DONE]\n\n"), (status, text)
+    for status, body in cut_off:
+        assert "the server is stopping" in body, body
+        assert status == 503 or body.endswith("data: [DONE]\n\n"), (status, body)
 
 
-def test_a_second_signal_ends_all_at_once(folder: Path) -> None:
-    with served.server(folder, "--grace", 600) as server, leaving_nothing(server) as ranks:
-        os.kill(ranks[1], signal.SIGSTOP)  # so that the first one takes long
+def test_a_second_signal_ends_all_processes(folder: Path) -> None:
+    with served.server(folder, "--grace", 600) as server, all_ranks_end(server) as ranks:
+        os.kill(ranks[1], signal.SIGSTOP)  # delays the shutdown after the first signal
         server.process.send_signal(signal.SIGINT)
         time.sleep(1)
         assert server.process.poll() is None
@@ -149,12 +149,12 @@ def test_a_second_signal_ends_all_at_once(folder: Path) -> None:
 
 
 def test_a_killed_driver_leaves_no_rank(folder: Path) -> None:
-    with served.server(folder) as server, leaving_nothing(server):
+    with served.server(folder) as server, all_ranks_end(server):
         server.process.kill()
 
 
 def test_an_early_signal(folder: Path) -> None:
-    """While ranks load the model."""
+    """Stop the server while its ranks load the model."""
     server = served.Server(folder)
     try:
         until(lambda: len(server.ranks()) == 2, 60)

@@ -1,4 +1,4 @@
-"""Clients that go away, and a generation that fails: what becomes of their requests."""
+"""Requests of clients that disconnect, and requests in a generation that fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
-from tests.support.serving import NAME, FakeManager, app_of, service, tokens_of
+from tests.support.serving import NAME, FakeManager, make_test_app, service, tokenize
 from tpkernels.integrations.transformers.serving import app as serving_app
 from tpkernels.integrations.transformers.serving.app import Protocol, Service
 
@@ -21,7 +21,7 @@ LONG = "abcdefghij" * 4
 
 
 class Client:
-    """One connection to the app, which the test can cut."""
+    """A connection to the app that the test can cut."""
 
     def __init__(self, app: Any, *, reads: bool = True, **fields: Any) -> None:
         body = {"model": NAME, "prompt": "a", "max_tokens": 40, **fields}
@@ -36,7 +36,7 @@ class Client:
             "path": "/v1/completions",
             "query_string": b"",
             "headers": [(b"content-type", b"application/json")],
-            # uvicorn's: Starlette then listens for the end of the connection.
+            # The version that uvicorn sends. With it, Starlette listens for disconnects.
             "asgi": {"version": "3.0", "spec_version": "2.3"},
         }
         self.done = asyncio.create_task(app(scope, self._receive, self._send))
@@ -53,7 +53,7 @@ class Client:
         self.sent.append(message)
 
     @property
-    def text(self) -> str:
+    def received(self) -> str:
         return b"".join(message.get("body", b"") for message in self.sent).decode()
 
 
@@ -63,96 +63,100 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.005)
 
 
-def metric(what: Service, name: str) -> float:
-    for line in what.batcher.metrics.text().decode().splitlines():
+def metric(app_service: Service, name: str) -> float:
+    for line in app_service.batcher.metrics.render().decode().splitlines():
         if line.startswith(f"{name} "):
             return float(line.split()[1])
     return 0.0
 
 
-def started(manager: FakeManager, **options: Any) -> tuple[Service, Any]:
-    what = service(manager, **options)
-    what.batcher.start()
-    return what, app_of(what)
+def start_app(manager: FakeManager, **options: Any) -> tuple[Service, Any]:
+    app_service = service(manager, **options)
+    app_service.batcher.start()
+    return app_service, make_test_app(app_service)
 
 
-async def ended(*clients: Client) -> None:
+async def wait_until_done(*clients: Client) -> None:
     async with asyncio.timeout(10):
         await asyncio.gather(*(client.done for client in clients))
 
 
 @pytest.mark.parametrize(("stream", "forgetful"), [(False, False), (True, False), (True, True)])
 def test_a_client_hangs_up(stream: bool, forgetful: bool) -> None:
-    """``forgetful``: its cancellation is lost, and repeated."""
+    """Cut the connection during a generation. The request is cancelled, also if the manager loses
+    the first cancellation (``forgetful``)."""
 
     async def test() -> None:
-        manager = FakeManager(tokens_of(LONG), held=True, before_hold=3, forgetful=forgetful)
-        what, app = started(manager)
+        manager = FakeManager(
+            tokenize(LONG), paused=True, tokens_before_pause=3, forgetful=forgetful
+        )
+        app_service, app = start_app(manager)
         client = Client(app, stream=stream)
-        await until(lambda: metric(what, "tpkernels_requests_running") == 1)
+        await until(lambda: metric(app_service, "tpkernels_requests_running") == 1)
         if stream:
-            await until(lambda: "a" in client.text)
+            await until(lambda: "a" in client.received)
         client.cut.set()
-        await ended(client)
+        await wait_until_done(client)
         assert set(manager.cancelled) == {"request-0"}
-        assert metric(what, "tpkernels_requests_running") == 0
-        assert metric(what, 'tpkernels_requests_total{status="499"}') == 1
-        # The place is free, and the others are served.
-        manager.held = False
-        if forgetful:  # transformers went on: its next output cancels the request once more
+        assert metric(app_service, "tpkernels_requests_running") == 0
+        assert metric(app_service, 'tpkernels_requests_total{status="499"}') == 1
+        # The slot is free, and new requests are served.
+        manager.paused = False
+        if forgetful:  # the next output of transformers cancels the request again
             await until(lambda: len(manager.cancelled) >= 2)
-        await ended(Client(app, stream=stream))
-        assert metric(what, 'tpkernels_requests_total{status="200"}') == 1
+        await wait_until_done(Client(app, stream=stream))
+        assert metric(app_service, 'tpkernels_requests_total{status="200"}') == 1
 
     asyncio.run(test())
 
 
-def test_a_slow_reader_holds_no_place() -> None:
-    """The manager is done with its request long before the client has read the answer."""
+def test_a_slow_reader_holds_no_slot() -> None:
+    """A request ends in the manager before its client reads the answer. A second client is then
+    served, although only one request may run."""
 
     async def test() -> None:
-        what, app = started(FakeManager(tokens_of(LONG)), most=1)
-        slow, count = Client(app, reads=False, stream=True), len(tokens_of(LONG)) - 1
-        await until(lambda: metric(what, "tpkernels_generated_tokens_total") == count)
+        app_service, app = start_app(FakeManager(tokenize(LONG)), max_requests=1)
+        slow, count = Client(app, reads=False, stream=True), len(tokenize(LONG)) - 1
+        await until(lambda: metric(app_service, "tpkernels_generated_tokens_total") == count)
         assert not slow.done.done()
         other = Client(app)
-        await ended(other)
+        await wait_until_done(other)
         assert other.sent[0]["status"] == 200
         slow.reads.set()
-        await ended(slow)
-        pieces = [json.loads(line[6:]) for line in slow.text.split("\n\n")[:-2]]
-        assert "".join(piece["choices"][0]["text"] for piece in pieces) == LONG
+        await wait_until_done(slow)
+        chunks = [json.loads(line[6:]) for line in slow.received.split("\n\n")[:-2]]
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == LONG
 
     asyncio.run(test())
 
 
 def test_a_generation_that_fails_ends_all_answers() -> None:
     async def test() -> None:
-        manager = FakeManager(tokens_of(LONG), held=True, before_hold=3)
-        what, app = started(manager)
-        clients = whole, streamed = [Client(app, stream=stream) for stream in (False, True)]
-        await until(lambda: metric(what, "tpkernels_requests_running") == 2)
-        await until(lambda: "a" in streamed.text)
+        manager = FakeManager(tokenize(LONG), paused=True, tokens_before_pause=3)
+        app_service, app = start_app(manager)
+        clients = unstreamed, streamed = [Client(app, stream=stream) for stream in (False, True)]
+        await until(lambda: metric(app_service, "tpkernels_requests_running") == 2)
+        await until(lambda: "a" in streamed.received)
         manager.background_thread_status.fatal_error = RuntimeError("a rank died")
-        assert what.batcher.failure() == "RuntimeError: a rank died"
-        what.batcher.fail(503, "the server is stopping")
+        assert app_service.batcher.failure() == "RuntimeError: a rank died"
+        app_service.batcher.fail(503, "the server is stopping")
         late = Client(app)
-        await ended(*clients, late)
-        assert all("the server is stopping" in client.text for client in clients)
-        assert whole.sent[0]["status"] == late.sent[0]["status"] == 503
-        assert streamed.text.endswith("data: [DONE]\n\n")
+        await wait_until_done(*clients, late)
+        assert all("the server is stopping" in client.received for client in clients)
+        assert unstreamed.sent[0]["status"] == late.sent[0]["status"] == 503
+        assert streamed.received.endswith("data: [DONE]\n\n")
 
     asyncio.run(test())
 
 
-def test_headers_that_are_late_or_no_http() -> None:
-    """A client that sends its header slowly, or nothing, also after an answer, is told so and cut
-    off; one that speaks no HTTP gets JSON, too."""
+def test_late_and_malformed_headers() -> None:
+    """A client that sends its header slowly or not at all, also after an answer, gets status 408
+    and is disconnected. A client that does not send HTTP gets a JSON error."""
 
     import uvicorn
 
     async def test() -> list[tuple[bytes, Any]]:
-        app = app_of(service(FakeManager(tokens_of("b"))))
+        app = make_test_app(service(FakeManager(tokenize("b"))))
         config = uvicorn.Config(app, http=Protocol, port=0, log_level="critical")
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve())
@@ -161,26 +165,29 @@ def test_headers_that_are_late_or_no_http() -> None:
         [listening] = server.servers[0].sockets
         good = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
 
-        async def replies(*parts: bytes) -> list[tuple[bytes, Any]]:
+        async def replies(*chunks: bytes) -> list[tuple[bytes, Any]]:
             reader, writer = await asyncio.open_connection(*listening.getsockname()[:2])
-            for part in parts:
-                writer.write(part)
+            for chunk in chunks:
+                writer.write(chunk)
                 await asyncio.sleep(0.02)
             received = await asyncio.wait_for(reader.read(), 20)
             writer.close()
-            _, *each = received.split(b"HTTP/1.1 ")
-            return [(one[:3], json.loads(one.partition(b"\r\n\r\n")[2])) for one in each]
+            _, *responses = received.split(b"HTTP/1.1 ")
+            return [
+                (response[:3], json.loads(response.partition(b"\r\n\r\n")[2]))
+                for response in responses
+            ]
 
-        found = await replies(b"GET / HT", *[b"x"] * 3)
-        found += await replies()
-        found += (await replies(good, b"GET / HT"))[1:]
-        found += await replies(b"nonsense\r\n\r\n")
+        results = await replies(b"GET / HT", *[b"x"] * 3)
+        results += await replies()
+        results += (await replies(good, b"GET / HT"))[1:]
+        results += await replies(b"nonsense\r\n\r\n")
         server.should_exit = True
         await serving
-        return found
+        return results
 
     with mock.patch.object(serving_app, "_HEADER_S", 0.3):
-        found = asyncio.run(test())
-    assert [status for status, _ in found] == [b"408", b"408", b"408", b"400"]
-    texts = [reply["error"]["message"] for _, reply in found]
-    assert texts[0] == "the header took longer than 0.3 s" and "Invalid HTTP" in texts[-1]
+        results = asyncio.run(test())
+    assert [status for status, _ in results] == [b"408", b"408", b"408", b"400"]
+    messages = [body["error"]["message"] for _, body in results]
+    assert messages[0] == "the header took longer than 0.3 s" and "Invalid HTTP" in messages[-1]

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on a served model: the scores of transformers alone."""
+"""lm-evaluation-harness on a served model gives the scores of transformers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ def test_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = served.folder(tmp_path)
 
     def results(model: str, arguments: str) -> tuple[dict[str, Any], list[list[float]]]:
-        """Scores, and the log-probability of every choice."""
+        """Return the scores, and the log-probability of every choice."""
         got = lm_eval.simple_evaluate(
             model, arguments, TASKS, task_manager=manager, batch_size=4, device="cpu"
         )
         choices = [
-            [resp[0] for resp in each["filtered_resps"]] for each in got["samples"]["capitals"]
+            [response[0] for response in sample["filtered_resps"]]
+            for sample in got["samples"]["capitals"]
         ]
         scores = {
             (task, name): value
@@ -47,4 +48,4 @@ def test_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         arguments = f"model={running.name},tokenizer={path},base_url={url}"
         got, choices = results("local-completions", f"{arguments},max_length={served.LENGTH}")
     assert got == pytest.approx(want, rel=1e-4)
-    assert choices == [pytest.approx(each, rel=1e-4) for each in want_choices]
+    assert choices == [pytest.approx(expected, rel=1e-4) for expected in want_choices]

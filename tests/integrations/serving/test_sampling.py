@@ -1,5 +1,5 @@
-"""How tokens are chosen: as by transformers' own processors, with exactly greedy rows among the
-others; within its continuous batching; and on several ranks, where all must choose the same."""
+"""Sampling matches the processors of transformers, and greedy rows of a mixed batch stay exactly
+greedy. In continuous batching, all ranks choose the same tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import tpkernels
 from tests.support import hf_models
 from tests.support.ranked import on_ranks
 from tpkernels.integrations.transformers import sampling
-from tpkernels.integrations.transformers.sampling import Sampling, Text, choose
+from tpkernels.integrations.transformers.sampling import Sampling, TokenSequence, choose
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("fastapi")
@@ -39,12 +39,12 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def of(settings: dict[str, Any], **more: Any) -> Sampling:
-    return Sampling(**{"temperature": 1.0, **settings, **more})
+def make_sampling(settings: dict[str, Any], **overrides: Any) -> Sampling:
+    return Sampling(**{"temperature": 1.0, **settings, **overrides})
 
 
-def expected(row: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
-    """The probabilities by transformers' own warpers."""
+def warped_probabilities(row: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
+    """Return the probabilities that the warpers of transformers give."""
     row = row[None]
     for name, warper in (
         ("temperature", transformers.TemperatureLogitsWarper),
@@ -60,49 +60,55 @@ def expected(row: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
 def test_each_row_has_the_probabilities_of_its_request() -> None:
     torch.manual_seed(0)
     scores = torch.randn(len(SETTINGS), VOCAB) * 3
-    rows = sampling.probabilities(scores, [of(settings) for settings in SETTINGS])
-    for settings, row, given in zip(SETTINGS, rows, scores, strict=True):
-        want = expected(given, settings)
+    rows = sampling.probabilities(scores, [make_sampling(settings) for settings in SETTINGS])
+    for settings, row, logits in zip(SETTINGS, rows, scores, strict=True):
+        want = warped_probabilities(logits, settings)
         assert torch.equal(row > 0, want > 0), settings
-        torch.testing.assert_close(row, want, msg=lambda text, of=settings: f"{of}: {text}")
+        torch.testing.assert_close(
+            row, want, msg=lambda message, case=settings: f"{case}: {message}"
+        )
 
 
 def test_penalties() -> None:
     torch.manual_seed(0)
     scores, prompt, generated = torch.randn(VOCAB), [3, 4], [4, 5, 5]
-    text = Text(Sampling(repetition_penalty=1.7), prompt, generated)
+    sequence = TokenSequence(Sampling(repetition_penalty=1.7), prompt, generated)
     processor = transformers.RepetitionPenaltyLogitsProcessor(1.7)
     want = processor(torch.tensor([[*prompt, *generated]]), scores[None].clone())[0]
-    assert torch.equal(sampling._penalized(scores, text), want) and not want.equal(scores)
-    text = text._replace(sampling=Sampling(presence_penalty=0.25, frequency_penalty=0.5))
+    assert torch.equal(sampling._apply_penalties(scores, sequence), want) and not want.equal(scores)
+    sequence = sequence._replace(sampling=Sampling(presence_penalty=0.25, frequency_penalty=0.5))
     want = scores.clone()
     want[4] -= 0.75
     want[5] -= 1.25
-    assert torch.equal(sampling._penalized(scores, text), want)
+    assert torch.equal(sampling._apply_penalties(scores, sequence), want)
 
 
-def test_tokens_are_drawn_by_their_probabilities_and_alike_in_any_batch() -> None:
+def test_tokens_follow_their_probabilities_in_any_batch() -> None:
     torch.manual_seed(0)
     row, count = torch.randn(6), 4000
-    texts = [Text(of({"top_k": 4}, seed=seed), [1], []) for seed in range(count)]
-    tokens = choose(row.expand(count, -1), texts)
-    want = expected(row, {"top_k": 4})
+    sequences = [
+        TokenSequence(make_sampling({"top_k": 4}, seed=seed), [1], []) for seed in range(count)
+    ]
+    tokens = choose(row.expand(count, -1), sequences)
+    want = warped_probabilities(row, {"top_k": 4})
     shares = tokens.bincount(minlength=6) / count
     assert (shares - want).abs().max() < 4 * (0.25 / count) ** 0.5
     assert shares[want == 0].sum() == 0
-    for size in (1, 7):  # of the batch; a later token of a text has another number
-        assert torch.equal(choose(row.expand(size, -1), texts[:size]), tokens[:size])
-    later = [text._replace(generated=[2]) for text in texts]
+    for size in (1, 7):  # batch sizes
+        assert torch.equal(choose(row.expand(size, -1), sequences[:size]), tokens[:size])
+    # Later tokens of a sequence use different random numbers.
+    later = [sequence._replace(generated=[2]) for sequence in sequences]
     assert not torch.equal(choose(row.expand(count, -1), later), tokens)
 
 
-def test_greedy_takes_the_first_of_equals() -> None:
+def test_greedy_chooses_the_first_maximum() -> None:
     scores = torch.zeros(2, VOCAB)
     scores[:, [4, 9]] = 50.0
     drawn = set()
     for seed in range(30):
         greedy, other = choose(
-            scores, [Text(of({}, temperature=t, seed=seed), [1], []) for t in (0, 1)]
+            scores,
+            [TokenSequence(make_sampling({}, temperature=t, seed=seed), [1], []) for t in (0, 1)],
         )
         assert greedy == 4
         drawn.add(int(other))
@@ -118,31 +124,31 @@ def test_tiny_temperatures_give_probabilities() -> None:
 
 NEW = 12
 LONG = [3 + i % 40 for i in range(140)]
-DRAWN, PENALIZED = of({}, seed=9), Sampling(repetition_penalty=1.5, presence_penalty=0.5)
+DRAWN, PENALIZED = make_sampling({}, seed=9), Sampling(repetition_penalty=1.5, presence_penalty=0.5)
 REQUESTS: list[dict[str, Any]] = [
     {"prompt": [3, 4, 5], "sampling": Sampling()},
     {"prompt": [4, 4, 5], "sampling": Sampling(temperature=1.5, top_p=0.95, seed=7)},
     {"prompt": [5, 4, 5], "sampling": Sampling(), "logprobs": 3},
     {"prompt": [6, 4, 5], "sampling": Sampling(temperature=1.0, seed=8), "logprobs": 0},
-    # Of several steps; the second begins with tokens that the first has left in the cache.
+    # Prompts that need several steps. The second starts with tokens that the first left cached.
     {"prompt": LONG, "sampling": Sampling(), "logprobs": 2, "scored": True},
     {"prompt": [*LONG[:130], 5, 6], "sampling": Sampling(), "logprobs": 1, "scored": True},
-    # These end on a second page of the cache each; a small one has not enough for both.
+    # Each of these requests ends on a second cache page. A small cache cannot hold both.
     {"prompt": LONG[5:65], "sampling": DRAWN, "logprobs": 1, "scored": True},
     {"prompt": LONG[6:66], "sampling": Sampling(), "logprobs": 1},
     {"prompt": [7, 4, 5], "sampling": PENALIZED, "logprobs": 1},
 ]
 
 
-def served(model: Any, cache_tokens: int) -> list[Any]:
-    """The outputs of all requests, some of which share a batch."""
+def serve(model: Any, cache_tokens: int) -> list[Any]:
+    """Return the outputs of all requests. Some requests share a batch."""
     options: Any = SimpleNamespace(max_requests=8, cache_tokens=cache_tokens)
     with mock.patch.object(server, "_BATCH_TOKENS", 64):
         manager = server.make_manager(model, options)
         manager.start()
         got: dict[str, Any] = {}
         for wave in (range(5), range(5, len(REQUESTS))):
-            for i in wave:  # on ranks other than 0 without effect
+            for i in wave:  # has no effect on ranks other than 0
                 fields = dict(REQUESTS[i])
                 prompt = fields.pop("prompt")
                 manager.add_request(prompt, request_id=str(i), max_new_tokens=NEW, **fields)
@@ -157,7 +163,7 @@ def served(model: Any, cache_tokens: int) -> list[Any]:
     return [got[str(i)] for i in range(len(REQUESTS))]
 
 
-def model_of() -> Any:
+def make_model() -> Any:
     model = hf_models.make("llama").eval()
     model.config.max_position_embeddings = 256
     return model
@@ -165,42 +171,51 @@ def model_of() -> Any:
 
 @torch.no_grad()
 def check(model: Any, outputs: list[Any]) -> None:
-    """Tokens and log-probabilities are those of the plain model, which has no cache and sees one
-    text at a time."""
+    """Compare tokens and log-probabilities with the plain model, without a cache and one sequence
+    at a time."""
     for request, output in zip(REQUESTS, outputs, strict=True):
-        prompt, most, new = request["prompt"], request.get("logprobs"), output.generated_tokens
+        prompt, num_logprobs, new = (
+            request["prompt"],
+            request.get("logprobs"),
+            output.generated_tokens,
+        )
         tokens = [*prompt, *new]
         logits = model(torch.tensor([tokens])).logits[0]
-        texts = [Text(request["sampling"], prompt, new[:count]) for count in range(NEW)]
-        assert choose(logits[len(prompt) - 1 : -1], texts).tolist() == new
-        if most is None:
+        sequences = [
+            TokenSequence(request["sampling"], prompt, new[:count]) for count in range(NEW)
+        ]
+        assert choose(logits[len(prompt) - 1 : -1], sequences).tolist() == new
+        if num_logprobs is None:
             assert output.logprobs == []
             continue
         want = logits.log_softmax(-1)
         first = 1 if request.get("scored") else len(prompt)
-        assert [each.token for each in output.logprobs] == tokens[first:]
-        for place, each in enumerate(output.logprobs, first):
-            row = want[place - 1]
-            best = row.topk(most)
-            ids, values = zip(*each.top, strict=True) if most else ((), ())
-            assert abs(each.logprob - row[each.token]) < 2e-5
-            assert list(ids) == best.indices.tolist()
-            torch.testing.assert_close(torch.tensor(values), best.values, atol=2e-5, rtol=0)
+        assert [entry.token for entry in output.logprobs] == tokens[first:]
+        for position, entry in enumerate(output.logprobs, first):
+            row = want[position - 1]
+            top = row.topk(num_logprobs)
+            ids, values = zip(*entry.top, strict=True) if num_logprobs else ((), ())
+            assert abs(entry.logprob - row[entry.token]) < 2e-5
+            assert list(ids) == top.indices.tolist()
+            torch.testing.assert_close(torch.tensor(values), top.values, atol=2e-5, rtol=0)
 
 
-def test_tokens_and_log_probabilities_are_those_of_the_model() -> None:
-    """With a cache so small that requests are begun anew."""
-    check(model_of(), served(model_of(), cache_tokens=192))
+def test_tokens_and_log_probabilities_match_the_model() -> None:
+    """The cache is so small that requests are restarted."""
+    check(make_model(), serve(make_model(), cache_tokens=192))
 
 
-def test_a_request_is_begun_anew_after_the_others_were_cancelled() -> None:
-    """The cache has three pages and each request needs two, so that one gives way to the other,
-    which is cancelled then."""
+def test_an_offloaded_request_restarts_after_a_cancellation() -> None:
+    """The cache has three pages, and two requests need two pages each. One request is offloaded,
+    the active request is cancelled, and the offloaded request completes."""
     options: Any = SimpleNamespace(max_requests=8, cache_tokens=192)
-    manager, offload = server.make_manager(model_of(), options), OffloadingManager.offload_requests
+    manager, offload = (
+        server.make_manager(make_model(), options),
+        OffloadingManager.offload_requests,
+    )
     cancelled: list[str] = []
 
-    def then_cancel(self: Any) -> Any:
+    def offload_and_cancel(self: Any) -> Any:
         result = offload(self)
         if self.scheduler.block_new_requests and not cancelled:
             cancelled.extend(self.scheduler.active_requests)
@@ -208,7 +223,7 @@ def test_a_request_is_begun_anew_after_the_others_were_cancelled() -> None:
                 manager.cancel_request(name)
         return result
 
-    with mock.patch.object(OffloadingManager, "offload_requests", then_cancel):
+    with mock.patch.object(OffloadingManager, "offload_requests", offload_and_cancel):
         manager.start()
         for name, begin in (("0", 5), ("1", 6)):
             prompt = LONG[begin : begin + 60]
@@ -224,14 +239,14 @@ def test_a_request_is_begun_anew_after_the_others_were_cancelled() -> None:
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 @on_ranks()
 def test_ranks_choose_the_tokens_of_one_process() -> None:
-    single = model_of()
+    single = make_model()
     for cache_tokens in (1024, 192):
-        model = tpkernels.parallelize(model_of(), hf_models.mesh_of_all())
-        check(single, served(model, cache_tokens))
+        model = tpkernels.parallelize(make_model(), hf_models.make_world_mesh())
+        check(single, serve(model, cache_tokens))
 
 
-def test_nothing_is_kept_for_nobody() -> None:
-    """What transformers' router does with outputs of which nobody knows."""
+def test_outputs_of_unknown_requests_are_not_queued() -> None:
+    """The router delivers outputs of unknown requests, and its queue stays empty."""
 
     async def deliver() -> list[Any]:
         received: list[Any] = []

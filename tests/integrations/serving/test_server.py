@@ -1,4 +1,4 @@
-"""``tpkernels serve`` as its users run it: two ranks, real sockets and the openai client."""
+"""``tpkernels serve`` as users run it: two ranks, real sockets and the openai client."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[served.Server]:
-    """A cache so small that requests must wait for one another, and be begun anew."""
+    """Serve with a cache so small that requests wait and restart."""
     with served.server(folder, "--cache-tokens", 208, "--max-requests", 8) as running:
         yield running
         code = running.stop()
         assert code == 0, running.output()
-        assert running.output().count("\n") == 1, running.output()  # where it serves, and no more
+        assert running.output().count("\n") == 1, running.output()  # only the line with the address
 
 
 @pytest.fixture(scope="module")
 def greedy(folder: Path) -> list[str]:
-    """The answers of the unsharded model, each prompt alone."""
+    """Return the answers of the unsharded model, one prompt at a time."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = served.tokenizer()
-    texts = []
+    answers = []
     for prompt in PROMPTS:
         tokens = torch.tensor([tokenizer(prompt)["input_ids"]])
-        got = model.generate(tokens, max_new_tokens=NEW, do_sample=False, eos_token_id=2)
-        texts.append(tokenizer.decode(got[0, tokens.shape[1] :], skip_special_tokens=True))
-    return texts
+        output = model.generate(tokens, max_new_tokens=NEW, do_sample=False, eos_token_id=2)
+        answers.append(tokenizer.decode(output[0, tokens.shape[1] :], skip_special_tokens=True))
+    return answers
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def body(server: served.Server, **fields: Any) -> dict[str, Any]:
     return {"model": server.name, "prompt": PROMPTS[0], "temperature": 0, **fields}
 
 
-def test_greedy_answers_are_those_of_one_rank(
+def test_greedy_answers_match_one_rank(
     server: served.Server, client: Any, greedy: list[str]
 ) -> None:
     def ask(prompt: str) -> str:
@@ -69,42 +69,42 @@ def test_greedy_answers_are_those_of_one_rank(
 
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         assert list(pool.map(ask, PROMPTS)) == greedy
-    assert len(set(greedy)) > 4  # or a mix-up would not be seen
+    assert len(set(greedy)) > 4  # equal answers would hide a mix-up
 
 
 def test_the_openai_client(server: served.Server, client: Any, greedy: list[str]) -> None:
     assert [model.id for model in client.models.list()] == [server.name]
-    pieces = client.completions.create(**body(server, max_tokens=NEW), stream=True)
-    assert "".join(piece.choices[0].text for piece in pieces) == greedy[0]
+    completion = client.completions.create(**body(server, max_tokens=NEW), stream=True)
+    assert "".join(chunk.choices[0].text for chunk in completion) == greedy[0]
 
     chat = {"model": server.name, "messages": [{"role": "user", "content": "how are you?"}]}
-    whole = client.chat.completions.create(**chat, temperature=0, max_tokens=NEW)
+    reply = client.chat.completions.create(**chat, temperature=0, max_tokens=NEW)
     streamed = {"stream": True, "stream_options": {"include_usage": True}}
     chunks = list(client.chat.completions.create(**chat, temperature=0, max_tokens=NEW, **streamed))
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
-    assert text == whole.choices[0].message.content
-    assert chunks[-1].usage == whole.usage and whole.usage.completion_tokens > 0
+    content = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+    assert content == reply.choices[0].message.content
+    assert chunks[-1].usage == reply.usage and reply.usage.completion_tokens > 0
 
 
-def sleeps(server: served.Server) -> int:
-    """How often the threads that wait for gloo's collectives have gone to sleep."""
+def count_sleeps(server: served.Server) -> int:
+    """Return the number of sleeps of the threads that wait for gloo collectives."""
     count = 0
     for task in (task for pid in server.ranks() for task in Path(f"/proc/{pid}/task").iterdir()):
         if (task / "comm").read_text().startswith("pt_gloo_runloop"):
-            found = re.search(
+            match = re.search(
                 r"^voluntary_ctxt_switches:\s*(\d+)", (task / "status").read_text(), re.M
             )
-            count += int(found[1]) if found else 0
+            count += int(match[1]) if match else 0
     return count
 
 
-def test_idle_ranks_meet_once_a_second(server: served.Server, client: Any) -> None:
-    """But a request does not wait for that."""
+def test_idle_ranks_synchronize_once_a_second(server: served.Server, client: Any) -> None:
+    """A request does not wait for the next synchronization."""
     fields = body(server, max_tokens=1)
-    before = sleeps(server)
+    before = count_sleeps(server)
     time.sleep(3)
-    met = sleeps(server) - before
-    assert 0 < met < 60, met  # 274 with the wait of transformers
+    num_sleeps = count_sleeps(server) - before
+    assert 0 < num_sleeps < 60, num_sleeps  # 274 with the wait of transformers
     seconds = []
     for _ in range(5):
         begin = time.monotonic()

@@ -1,6 +1,7 @@
-// A libcuda.so.1 whose only device is the CPU. It "loads" any image and runs the kernels of
-// csrc/cuda/kernels.cu, compiled for the CPU. With it the launch code, the Python bindings, the
-// kernels and the protocol between processes run without a GPU. It also fails on request.
+// A libcuda.so.1 with the CPU as its only device.
+// It accepts any image and runs the kernels of csrc/cuda/kernels.cu, compiled for the CPU. The
+// launch code, the Python bindings, the kernels and the protocol between processes thus run without
+// a GPU. Driver functions can fail on request.
 #include <chrono>
 #include <csignal>
 #include <cstring>
@@ -16,57 +17,58 @@
 
 namespace {
 
-constexpr int kAtOnce = 2;
+constexpr int kMaxBlocks = 2;
 
-// What tests set, and read, by name.
+// Settings and counters. Tests access them by name.
 struct Settings {
   int capability = 90, version = 13000, threads = 2, tearing = 0, loose = 0, awaited = 1;
-  int streams_write = 1;  // whether writes of values work
-  // Launches of kernels, early ones among them, and values that streams wrote; contexts pushed but
-  // not popped.
+  int streams_write = 1;  // whether stream writes of values are supported
+  // Counters: kernel launches, early launches, values written by streams, and the depth of the
+  // context stack.
   int launches = 0, early = 0, writes = 0, depth = 0;
-  // Of the last launch, by the thread that did the most: barriers, releases, ordering atomics.
+  // Counters of the last launch, maximum over its threads: barriers, releases, ordering atomics.
   int barriers = 0, releases = 0, atomics = 0;
 };
-Settings now;
-#define NAMED(name) {#name, &now.name}
-const std::map<std::string, int*> by_name{
+Settings settings;
+#define NAMED(name) {#name, &settings.name}
+const std::map<std::string, int*> settings_by_name{
     NAMED(capability), NAMED(version),       NAMED(threads),  NAMED(tearing), NAMED(loose),
     NAMED(awaited),    NAMED(streams_write), NAMED(launches), NAMED(early),   NAMED(writes),
     NAMED(depth),      NAMED(barriers),      NAMED(releases), NAMED(atomics)};
 
-std::string failing;
+std::string failing_function;
 int failing_code = 0;
-int code_of(const char* function) { return failing == function ? failing_code : 0; }
+int failure_code(const char* function) { return failing_function == function ? failing_code : 0; }
 
-// One capture at a time: what is queued on its stream goes into the graph, and runs at each launch.
+// Only one capture can be active. Work queued on its stream is added to the graph and runs at each
+// launch of the graph.
 struct Graph {
   void* stream = nullptr;
   std::vector<std::function<void()>> nodes;
 };
 std::unique_ptr<Graph> capture;
 
-bool captured(void* stream) { return capture && capture->stream == stream; }
+bool is_captured(void* stream) { return capture && capture->stream == stream; }
 
 void run_or_capture(void* stream, const std::function<void()>& node) {
-  if (captured(stream)) {
+  if (is_captured(stream)) {
     capture->nodes.push_back(node);
   } else {
     node();
   }
 }
 
-// A fault of one kernel in this process, planted by `emulated_plant`.
-struct Planted {
+// The fault of one kernel in this process, set by `emulated_plant`.
+struct PlantedFault {
   std::string kernel, kind;
 } planted;
 
-// The same arguments as a kernel with a fault would take them.
+// Returns the argument as changed by the planted fault.
 template <class T>
-T spoilt(T argument) {
+T corrupt(T argument) {
   if constexpr (std::is_same_v<T, Space>) {
     if (planted.kind != "stale parity") return argument;
-    argument.buffers_at += argument.buffer_stride;
+    argument.buffers_offset += argument.buffer_stride;
     argument.buffer_stride = -argument.buffer_stride;
   }
   if constexpr (std::is_same_v<T, AllReduce> || std::is_same_v<T, Shards>) {
@@ -78,10 +80,10 @@ T spoilt(T argument) {
   return argument;
 }
 
-// What a fault does besides.
+// Effects of the planted fault during a launch.
 struct Fault {
-  explicit Fault(bool here) {
-    if (!here) return;
+  explicit Fault(bool applies) {
+    if (!applies) return;
     if (planted.kind == "crash") std::raise(SIGSEGV);
     while (planted.kind == "hang") std::this_thread::sleep_for(std::chrono::seconds(1));
     if (planted.kind.starts_with("missing fence")) emulated::fault = emulated::Fault::kMissingFence;
@@ -90,15 +92,15 @@ struct Fault {
   }
   ~Fault() {
     emulated::fault = emulated::Fault::kNone;
-    emulated::tearing = static_cast<emulated::Tearing>(now.tearing);
+    emulated::tearing = static_cast<emulated::Tearing>(settings.tearing);
   }
 };
 
 struct Entry {
-  // A kernel with copies of its parameters, which a captured graph needs.
+  // Returns a call with copies of the kernel parameters, as a captured graph needs them.
   std::function<std::function<void()>(void**)> bind;
   std::string name;
-  int threads;  // required of the launch
+  int threads;  // required threads per block
 };
 
 template <class First, class... More>
@@ -107,11 +109,11 @@ Entry entry(const char* name, void (*kernel)(First, More...), int threads) {
     const bool faulty = planted.kernel == name;
     const auto next = [&]<class T>(T*) {
       const T argument = *static_cast<T*>(*parameters++);
-      return faulty ? spoilt(argument) : argument;
+      return faulty ? corrupt(argument) : argument;
     };
-    const std::tuple given{next(static_cast<First*>(nullptr)),
-                           next(static_cast<More*>(nullptr))...};
-    return [kernel, given] { std::apply(kernel, given); };
+    const std::tuple arguments{next(static_cast<First*>(nullptr)),
+                               next(static_cast<More*>(nullptr))...};
+    return [kernel, arguments] { std::apply(kernel, arguments); };
   };
   return {bind, name, threads};
 }
@@ -122,15 +124,15 @@ std::map<std::string, Entry> entries{TPK_KERNELS(EMULATED_ENTRY)};
 void* current = nullptr;
 char context, module_handle;
 
-// Takes the results of the previous kernel away, and brings them back a while later.
-std::thread end_previous_later() {
+// Hides the results of the previous kernel and restores them after a delay.
+std::thread hide_previous_results() {
   emulated::Previous& previous = emulated::previous;
-  std::memcpy(previous.results.data(), previous.to, previous.results.size());
-  std::memset(previous.to, 0xff, previous.results.size());
+  std::memcpy(previous.results.data(), previous.dst, previous.results.size());
+  std::memset(previous.dst, 0xff, previous.results.size());
   previous.ended = false;
   return std::thread([&previous] {
     std::this_thread::sleep_for(std::chrono::milliseconds(3));
-    std::memcpy(previous.to, previous.results.data(), previous.results.size());
+    std::memcpy(previous.dst, previous.results.data(), previous.results.size());
     previous.ended = true;
   });
 }
@@ -141,19 +143,19 @@ int launch(void* function, unsigned blocks, unsigned threads, unsigned cluster, 
   const bool invalid = static_cast<int>(threads) != entry.threads || blocks == 0 || cluster == 0 ||
                        blocks % cluster != 0 || current != &context;
   if (invalid) return 1;
-  if (const int code = code_of("cuLaunchKernelEx"); code != 0) return code;
-  ++now.launches;
-  emulated::Grid grid{static_cast<int>(blocks), now.threads};
+  if (const int code = failure_code("cuLaunchKernelEx"); code != 0) return code;
+  ++settings.launches;
+  emulated::Grid grid{static_cast<int>(blocks), settings.threads};
   grid.cluster = static_cast<int>(cluster);
   const bool faulty = entry.name == planted.kernel;
   run_or_capture(stream, [grid, faulty, kernel = entry.bind(parameters)]() mutable {
     const Fault fault(faulty);
-    emulated::Counts most;
-    grid.most = &most;
-    emulated::run(grid, kAtOnce, kernel);
-    now.barriers = most.barriers;
-    now.releases = most.releases;
-    now.atomics = most.atomics;
+    emulated::Counts max_counts;
+    grid.max_counts = &max_counts;
+    emulated::run(grid, kMaxBlocks, kernel);
+    settings.barriers = max_counts.barriers;
+    settings.releases = max_counts.releases;
+    settings.atomics = max_counts.atomics;
   });
   return 0;
 }
@@ -162,38 +164,39 @@ int launch(void* function, unsigned blocks, unsigned threads, unsigned cluster, 
 
 extern "C" {
 
-// From now on the driver function `function` fails with `code`; "": none does.
+// Makes `function` return `code` from now on. "": no function fails.
 void emulated_fail(const char* function, int code) {
-  failing = function;
+  failing_function = function;
   failing_code = code;
 }
-// From now on this process has a fault of a kind in one kernel; "" for none.
+// Plants a fault of a kind in one kernel of this process. "": no fault.
 void emulated_plant(const char* kernel, const char* kind) { planted = {kernel, kind}; }
-int emulated_get(const char* name) { return *by_name.at(name); }
-int emulated_set(const char* name, int value) {  // returns what was there
-  std::swap(*by_name.at(name), value);
-  emulated::tearing = static_cast<emulated::Tearing>(now.tearing);
-  emulated::loose = now.loose != 0;
-  emulated::previous.awaited = now.awaited != 0;
+int emulated_get(const char* name) { return *settings_by_name.at(name); }
+int emulated_set(const char* name, int value) {  // returns the previous value
+  std::swap(*settings_by_name.at(name), value);
+  emulated::tearing = static_cast<emulated::Tearing>(settings.tearing);
+  emulated::loose = settings.loose != 0;
+  emulated::previous.awaited = settings.awaited != 0;
   return value;
 }
-// What the kernel before an early launch writes.
+// Sets the result memory of the kernel that precedes an early launch.
 void emulated_previous(char* results, std::size_t bytes) {
-  emulated::previous.to = results;
+  emulated::previous.dst = results;
   emulated::previous.results.resize(bytes);
 }
 
-int cuInit(unsigned) { return code_of("cuInit"); }
+int cuInit(unsigned) { return failure_code("cuInit"); }
 int cuDriverGetVersion(int* version) {
-  *version = now.version;
+  *version = settings.version;
   return 0;
 }
 int cuGetErrorName(int code, const char** name) {
   *name = code == 209 ? "CUDA_ERROR_NO_BINARY_FOR_GPU" : "CUDA_ERROR_EMULATED";
   return 0;
 }
-int cuGetErrorString(int code, const char** text) {
-  *text = code == 209 ? "no kernel image is available for execution on the device" : "on request";
+int cuGetErrorString(int code, const char** message) {
+  *message =
+      code == 209 ? "no kernel image is available for execution on the device" : "on request";
   return 0;
 }
 int cuDeviceGetCount(int* count) {
@@ -205,51 +208,53 @@ int cuDeviceGet(int* device, int ordinal) {
   return 0;
 }
 int cuDeviceGetAttribute(int* value, int attribute, int) {
-  *value = attribute == 75 ? now.capability / 10 : attribute == 76 ? now.capability % 10 : -1;
-  if (attribute == kStreamWrites) *value = now.streams_write;
+  *value = attribute == 75   ? settings.capability / 10
+           : attribute == 76 ? settings.capability % 10
+                             : -1;
+  if (attribute == kStreamWrites) *value = settings.streams_write;
   return 0;
 }
-int cuDevicePrimaryCtxRetain(void** made, int) {
-  *made = &context;
+int cuDevicePrimaryCtxRetain(void** result, int) {
+  *result = &context;
   return 0;
 }
-int cuCtxGetCurrent(void** found) {
-  *found = current;
+int cuCtxGetCurrent(void** result) {
+  *result = current;
   return 0;
 }
 int cuCtxPushCurrent_v2(void* pushed) {
-  ++now.depth;
+  ++settings.depth;
   current = pushed;
   return 0;
 }
 int cuCtxPopCurrent_v2(void** popped) {
-  --now.depth;
+  --settings.depth;
   *popped = std::exchange(current, nullptr);
   return 0;
 }
 int cuModuleLoadData(void** module, const void* image) {
   *module = &module_handle;
-  return image == nullptr ? 1 : code_of("cuModuleLoadData");
+  return image == nullptr ? 1 : failure_code("cuModuleLoadData");
 }
 int cuModuleUnload(void*) { return 0; }
 int cuModuleGetFunction(void** function, void*, const char* name) {
-  const auto found = entries.find(name);
-  if (found == entries.end()) return 500;
-  *function = &found->second;
+  const auto entry = entries.find(name);
+  if (entry == entries.end()) return 500;
+  *function = &entry->second;
   return 0;
 }
 int cuMemcpyAsync(std::uint64_t dst, std::uint64_t src, std::size_t bytes, void* stream) {
   run_or_capture(stream, [=] {
     std::memmove(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), bytes);
   });
-  return code_of("cuMemcpyAsync");
+  return failure_code("cuMemcpyAsync");
 }
-int cuStreamWriteValue64_v2(void* stream, std::uint64_t to, std::uint64_t value, unsigned flags) {
-  if (const int code = code_of("cuStreamWriteValue64"); code != 0) return code;
-  if (flags != 0 || !now.streams_write) return 1;
+int cuStreamWriteValue64_v2(void* stream, std::uint64_t dst, std::uint64_t value, unsigned flags) {
+  if (const int code = failure_code("cuStreamWriteValue64"); code != 0) return code;
+  if (flags != 0 || !settings.streams_write) return 1;
   run_or_capture(stream, [=] {
-    ++now.writes;
-    __atomic_store_n(reinterpret_cast<std::uint64_t*>(to), value, __ATOMIC_RELEASE);
+    ++settings.writes;
+    __atomic_store_n(reinterpret_cast<std::uint64_t*>(dst), value, __ATOMIC_RELEASE);
   });
   return 0;
 }
@@ -260,7 +265,7 @@ int cuLaunchKernelEx(const LaunchConfig* config, void* function, void** paramete
   bool early = false;
   for (unsigned i = 0; i < config->attribute_count; ++i) {
     const LaunchAttribute& attribute = config->attributes[i];
-    if (now.capability < 90) return 1;
+    if (settings.capability < 90) return 1;
     if (attribute.id == kProgrammaticSerialization) {
       early = attribute.value.early == 1;
       continue;
@@ -269,11 +274,11 @@ int cuLaunchKernelEx(const LaunchConfig* config, void* function, void** paramete
     if (attribute.value.cluster[1] * attribute.value.cluster[2] != 1) return 1;
     cluster = attribute.value.cluster[0];
   }
-  now.early += early;
-  const bool hides = early && emulated::previous.to != nullptr;
-  std::thread previous = hides ? end_previous_later() : std::thread();
+  settings.early += early;
+  const bool hides_previous = early && emulated::previous.dst != nullptr;
+  std::thread previous = hides_previous ? hide_previous_results() : std::thread();
   const int code = launch(function, grid[0], block[0], cluster, parameters, config->stream);
-  if (hides) previous.join();
+  if (hides_previous) previous.join();
   return code;
 }
 

@@ -1,5 +1,5 @@
-// Runs a grid of blocks of threads on CPU threads. Blocks start in increasing order and few run at
-// a time, as on a busy GPU. A kernel that needs more blocks to run concurrently hangs here.
+// Runs a grid of blocks on CPU threads. Blocks start in increasing order and few run at a time, as
+// on a busy GPU. A kernel that needs more concurrent blocks hangs here.
 #pragma once
 
 #include <algorithm>
@@ -15,59 +15,61 @@
 
 namespace emulated {
 
-// What a thread did one after the other in a kernel.
+// Counts of the operations that one thread executed sequentially in a kernel.
 struct Counts {
-  int barriers = 0;  // of its block
-  int releases = 0;  // at system scope: each waits until the stores before it have arrived
-  int atomics = 0;   // of the GPU, which order memory as well
+  int barriers = 0;  // barriers of the block or cluster
+  int releases = 0;  // releases at system scope; each waits for the preceding stores
+  int atomics = 0;   // atomics at GPU scope that also order memory
 };
 
-// Negative controls of the stores of two words.
+// Visibility of stores of two words. The last two are negative controls.
 enum class Tearing {
-  kBetweenWords,    // as to PTX: either word may be there first
-  kOneFlagPerLine,  // the flag of the first word stands for both, as if a line were never torn
-  kTornWords,       // a word is stored in halves, the epoch first
+  kBetweenWords,    // as PTX allows: either word may become visible first
+  kOneFlagPerLine,  // only the flag of the first word is checked, as if lines were never torn
+  kTornWords,       // each word is stored in two halves, the epoch first
 };
 inline Tearing tearing = Tearing::kBetweenWords;
 
-// Faults of one kernel on one rank, for tests of `tpkernels qualify`.
+// Injected faults of one kernel on one rank, for tests of `tpkernels qualify`.
 enum class Fault {
   kNone,
-  kMissingFence,  // stores of packs arrive after the words that announce them
-  kLostWakeUp,    // no word is announced
+  kMissingFence,  // stores of packs become visible after their signals
+  kLostWakeUp,    // signals are not stored
 };
 inline Fault fault = Fault::kNone;
-// What a thread has stored that has not arrived.
-struct Late {
-  void* to;
+// A store that is not visible yet.
+struct PendingStore {
+  void* dst;
   unsigned word[4];
 };
-inline thread_local std::vector<Late> late;
-inline void store_late() {
-  for (const Late& store : late) std::memcpy(store.to, store.word, sizeof(store.word));
-  late.clear();
+inline thread_local std::vector<PendingStore> pending_stores;
+inline void complete_pending_stores() {
+  for (const PendingStore& store : pending_stores)
+    std::memcpy(store.dst, store.word, sizeof(store.word));
+  pending_stores.clear();
 }
 
-// Negative control of clusters: their barriers only hold a block's own threads.
+// Negative control: a cluster barrier synchronizes only one block.
 inline bool loose = false;
 
-// The kernel queued before an early launch: its results appear only while the early one runs.
+// The kernel queued before an early launch. Its results become visible only while the launched
+// kernel runs.
 struct Previous {
   std::vector<char> results;
-  char* to = nullptr;
+  char* dst = nullptr;
   std::atomic<bool> ended{true};
-  bool awaited = true;  // negative control: nobody waits for it
+  bool awaited = true;  // false: negative control, the launched kernel does not wait
 };
 inline Previous previous;
 
 struct Grid {
   int blocks;
-  int threads;             // per block
-  Counts* most = nullptr;  // of any thread, if asked for
-  int cluster = 1;         // blocks that run at the same time
+  int threads;                   // per block
+  Counts* max_counts = nullptr;  // maximum over all threads; null: not recorded
+  int cluster = 1;               // blocks per cluster, which run concurrently
 };
 
-// The barrier of a block's threads. It returns whether any thread passed true.
+// Barrier of the threads of a block. Returns whether any thread passed true.
 class BlockBarrier {
  public:
   explicit BlockBarrier(int size) : size_(size) {}
@@ -75,16 +77,16 @@ class BlockBarrier {
   bool arrive_and_wait(bool value) {
     std::unique_lock lock(mutex_);
     any_ = any_ || value;
-    const unsigned turn = turn_;
+    const unsigned generation = generation_;
     if (++arrived_ == size_) {
       result_ = any_;
       any_ = false;
       arrived_ = 0;
-      ++turn_;
+      ++generation_;
       all_.notify_all();
       return result_;
     }
-    all_.wait(lock, [&] { return turn_ != turn; });
+    all_.wait(lock, [&] { return generation_ != generation; });
     return result_;
   }
 
@@ -92,13 +94,13 @@ class BlockBarrier {
   std::mutex mutex_;
   std::condition_variable all_;
   int size_, arrived_ = 0;
-  unsigned turn_ = 0;
+  unsigned generation_ = 0;
   bool any_ = false, result_ = false;
 };
 
 constexpr int kScratchFloats = 1120;
 
-// What the threads of a block share.
+// State shared by the threads of a block.
 struct Block {
   explicit Block(int threads) : barrier(threads) {}
   BlockBarrier barrier;
@@ -111,10 +113,10 @@ struct Cluster {
   }
   BlockBarrier barrier;
   std::vector<std::unique_ptr<Block>> blocks;
-  int number = 0;  // of those of the grid
+  int number = 0;  // index of the cluster in the grid
 };
 
-struct Here {
+struct ThreadState {
   const Grid* grid = nullptr;
   Cluster* cluster = nullptr;
   BlockBarrier* barrier = nullptr;
@@ -122,47 +124,47 @@ struct Here {
   int thread = 0;
   Counts counts = {};
 };
-inline thread_local Here here;
+inline thread_local ThreadState current_thread;
 
-// For one thread of the grid at a time.
-inline void take_most(Counts& most, const Counts& counts) {
-  most.barriers = std::max(most.barriers, counts.barriers);
-  most.releases = std::max(most.releases, counts.releases);
-  most.atomics = std::max(most.atomics, counts.atomics);
+// Requires a lock: one thread of the grid at a time.
+inline void update_max(Counts& max_counts, const Counts& counts) {
+  max_counts.barriers = std::max(max_counts.barriers, counts.barriers);
+  max_counts.releases = std::max(max_counts.releases, counts.releases);
+  max_counts.atomics = std::max(max_counts.atomics, counts.atomics);
 }
 
-// Runs a kernel, at most `at_once` blocks at a time, but a whole cluster.
-inline void run(const Grid& grid, int at_once, const std::function<void()>& kernel) {
+// Runs a kernel with at most `max_blocks` concurrent blocks, but at least one cluster.
+inline void run(const Grid& grid, int max_blocks, const std::function<void()>& kernel) {
   std::atomic<int> next{0};
-  std::mutex counting;
+  std::mutex counts_mutex;
   std::vector<std::unique_ptr<Cluster>> clusters;
-  std::vector<std::thread> all;
+  std::vector<std::thread> threads;
   const auto run_thread = [&](Cluster* cluster, int block, int thread) {
     for (;;) {
       if (block == 0 && thread == 0) cluster->number = next.fetch_add(1);
       cluster->barrier.arrive_and_wait(false);
       const int number = cluster->number * grid.cluster + block;
       if (number >= grid.blocks) return;
-      Block& own = *cluster->blocks[block];
-      here = {&grid, cluster, &own.barrier, number, thread};
+      Block& local_block = *cluster->blocks[block];
+      current_thread = {&grid, cluster, &local_block.barrier, number, thread};
       kernel();
-      store_late();
-      if (grid.most != nullptr) {
-        const std::lock_guard lock(counting);
-        take_most(*grid.most, here.counts);
+      complete_pending_stores();
+      if (grid.max_counts != nullptr) {
+        const std::lock_guard lock(counts_mutex);
+        update_max(*grid.max_counts, current_thread.counts);
       }
       cluster->barrier.arrive_and_wait(false);
     }
   };
-  for (int i = 0; i < std::max(1, at_once / grid.cluster); ++i) {
+  for (int i = 0; i < std::max(1, max_blocks / grid.cluster); ++i) {
     clusters.push_back(std::make_unique<Cluster>(grid));
     for (int block = 0; block < grid.cluster; ++block) {
       for (int thread = 0; thread < grid.threads; ++thread) {
-        all.emplace_back(run_thread, clusters.back().get(), block, thread);
+        threads.emplace_back(run_thread, clusters.back().get(), block, thread);
       }
     }
   }
-  for (std::thread& one : all) one.join();
+  for (std::thread& thread : threads) thread.join();
 }
 
 }  // namespace emulated

@@ -1,5 +1,5 @@
-// Ranks as threads of one process, each with its own memory, for programs that have included the
-// kernels and run under sanitizers.
+// Runs ranks as threads of one process, each with separate memory. For sanitized programs that
+// include the kernels.
 #pragma once
 
 #include <cstdio>
@@ -12,33 +12,33 @@ struct Switches {
   bool skip_waits = false;
 };
 
-// A rank's region, with two buffers from `buffers_at` on, and its state.
-template <u64 buffers_at, u64 buffer_bytes>
+// The region of a rank, with two buffers from `buffers_offset` on, and its state.
+template <u64 buffers_offset, u64 buffer_bytes>
 struct Memory {
-  std::vector<u64> region = std::vector<u64>((buffers_at + 2 * buffer_bytes) / 8 + 16);
+  std::vector<u64> region = std::vector<u64>((buffers_offset + 2 * buffer_bytes) / 8 + 16);
   std::vector<u64> state = std::vector<u64>(kStateFlags + 1);
   u64 control[2] = {};
   int wrong = 0;
 
   u64 begin() const { return (reinterpret_cast<u64>(region.data()) + 127) / 128 * 128; }
 
-  Space space(int rank, const std::vector<u64>& regions, int words, const Switches& switches) {
+  Space space(int rank, const std::vector<u64>& regions, int signals, const Switches& switches) {
     return {regions.data(),
             state.data(),
             control,
             rank,
             static_cast<int>(regions.size()),
             7,
-            words,
+            signals,
             5'000'000'000,
-            buffers_at,
+            buffers_offset,
             switches.single_buffer ? 0 : buffer_bytes,
             static_cast<u64>(rank),
             2 * 200'000ull + (switches.skip_waits ? 1 : 0)};
   }
 };
 
-// Calls run(rank, ranks, regions, switches) in a thread for each rank; returns the exit code.
+// Calls run(rank, ranks, regions, switches) in a thread per rank. Returns the exit code.
 template <class Rank, class Run>
 int run_ranks(int argc, char** argv, std::vector<Rank>& ranks, int calls, const Run& run) {
   Switches switches;

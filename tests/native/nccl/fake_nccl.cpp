@@ -1,5 +1,5 @@
-// A scriptable libnccl for tests: it fails on request, stays in progress as long as requested, and
-// logs its calls. It only moves data from a rank to itself.
+// A scriptable libnccl for tests. It fails on request, reports "in progress" as long as requested,
+// and logs its calls. Data moves only from a rank to itself.
 #include <chrono>
 #include <cstddef>
 #include <cstdlib>
@@ -14,7 +14,7 @@
 
 struct ncclComm {
   int rank, world;
-  int polls;  // how many more polls report "in progress"
+  int polls;  // remaining polls that report "in progress"; -1: all
 };
 
 namespace {
@@ -35,17 +35,17 @@ std::mutex mutex;  // guards everything below
 int version = 23203;
 std::map<std::string, int> results, calls;
 std::map<std::string, int> delays;  // ms
-int polls_to_go = 0;                // how often each call first reports "in progress"; -1: forever
+int polls_per_call = 0;             // initial `polls` of each call
 int async_result = kSuccess;
 std::string log_text, last_error, last_init;
-int misuse = 0;  // calls with a freed communicator, or with one on which a call is in progress
+int misuse = 0;  // calls on a freed communicator, or during a call in progress on it
 int ids_made = 0;
 thread_local int depth = 0;
-std::vector<std::pair<const void*, std::size_t>> sends;  // to itself, of this group
+std::vector<std::pair<const void*, std::size_t>> sends;  // self-sends of the current group
 std::vector<void*> receives;
 std::set<ncclComm*> alive, in_group;
 
-int enter(const std::string& function, ncclComm* comm, bool ends = false) {
+int enter(const std::string& function, ncclComm* comm, bool is_final = false) {
   int delay = 0;
   int result = kSuccess;
   {
@@ -55,12 +55,12 @@ int enter(const std::string& function, ncclComm* comm, bool ends = false) {
       ++misuse;
       return kInvalidArgument;
     }
-    if (comm != nullptr && !ends && comm->polls != 0) ++misuse;
-    if (comm != nullptr && ends) alive.erase(comm);
+    if (comm != nullptr && !is_final && comm->polls != 0) ++misuse;
+    if (comm != nullptr && is_final) alive.erase(comm);
     delay = delays[function];
     result = results[function];
     if (result != kSuccess && result != kInProgress) last_error = function + " broke";
-    if (comm != nullptr && !ends && depth == 0) comm->polls = polls_to_go;
+    if (comm != nullptr && !is_final && depth == 0) comm->polls = polls_per_call;
     if (comm != nullptr && depth > 0) in_group.insert(comm);
   }
   std::this_thread::sleep_for(std::chrono::milliseconds(delay));
@@ -69,7 +69,7 @@ int enter(const std::string& function, ncclComm* comm, bool ends = false) {
 
 std::size_t size_of(int dtype) { return dtype == 8 ? 8 : dtype == 7 ? 4 : 2; }
 
-int move(const std::string& kind, ncclComm* comm, const void* from, void* to, std::size_t count,
+int move(const std::string& kind, ncclComm* comm, const void* src, void* dst, std::size_t count,
          int dtype, int peer, void* stream) {
   const int result = enter("nccl" + kind, comm);
   if (result != kSuccess) return result;
@@ -78,11 +78,11 @@ int move(const std::string& kind, ncclComm* comm, const void* from, void* to, st
               " peer=" + std::to_string(peer) +
               " stream=" + std::to_string(reinterpret_cast<std::size_t>(stream)) + "\n";
   if (kind == "Send") {
-    if (peer == comm->rank) sends.emplace_back(from, count * size_of(dtype));
+    if (peer == comm->rank) sends.emplace_back(src, count * size_of(dtype));
   } else if (kind == "Recv") {
-    if (peer == comm->rank) receives.push_back(to);
-  } else if (comm->world == 1 && from != to) {
-    std::memcpy(to, from, count * size_of(dtype));
+    if (peer == comm->rank) receives.push_back(dst);
+  } else if (comm->world == 1 && src != dst) {
+    std::memcpy(dst, src, count * size_of(dtype));
   }
   return kSuccess;
 }
@@ -94,7 +94,7 @@ extern "C" {
 void fake_version(int value) { version = value; }
 void fake_result(const char* function, int code) { results[function] = code; }
 void fake_delay(const char* function, int ms) { delays[function] = ms; }
-void fake_progress(int polls) { polls_to_go = polls; }
+void fake_progress(int polls) { polls_per_call = polls; }
 void fake_asynchronous(int code) {
   const std::lock_guard lock(mutex);
   async_result = code;
@@ -108,7 +108,7 @@ int fake_misuse() { return misuse; }
 int fake_alive() { return static_cast<int>(alive.size()); }
 int fake_depth() { return depth; }
 const char* fake_log() { return log_text.c_str(); }
-const char* fake_init() { return last_init.c_str(); }  // the config, and the bytes of the id
+const char* fake_init() { return last_init.c_str(); }  // config and bytes of the id
 
 int ncclGetVersion(int* value) {
   *value = version;
@@ -129,13 +129,13 @@ int ncclCommInitRankConfig(ncclComm** comm, int world, UniqueId id, int rank, Co
   for (const char byte : id.bytes) last_init += std::to_string(byte & 0xff) + " ";
   if (result != kSuccess && result != kInProgress) return result;
   const std::lock_guard lock(mutex);
-  *comm = new ncclComm{rank, world, polls_to_go};
+  *comm = new ncclComm{rank, world, polls_per_call};
   alive.insert(*comm);
   return result;
 }
 
 int ncclCommGetAsyncError(ncclComm* comm, int* code) {
-  std::this_thread::sleep_for(std::chrono::microseconds(20));  // time for an abort to interfere
+  std::this_thread::sleep_for(std::chrono::microseconds(20));  // lets an abort interfere
   const std::lock_guard lock(mutex);
   ++calls["ncclCommGetAsyncError"];
   if (alive.count(comm) == 0) {
@@ -152,34 +152,34 @@ int ncclCommDestroy(ncclComm* comm) { return enter("ncclCommDestroy", comm, true
 int ncclCommFinalize(ncclComm* comm) { return enter("ncclCommFinalize", comm); }
 
 const char* ncclGetErrorString(int code) {
-  static thread_local std::string text;
-  text = "fake error " + std::to_string(code);
-  return text.c_str();
+  static thread_local std::string message;
+  message = "fake error " + std::to_string(code);
+  return message.c_str();
 }
 const char* ncclGetLastError(ncclComm*) { return last_error.c_str(); }
 
-int ncclAllGather(const void* from, void* to, std::size_t count, int dtype, ncclComm* comm,
+int ncclAllGather(const void* src, void* dst, std::size_t count, int dtype, ncclComm* comm,
                   void* stream) {
-  return move("AllGather", comm, from, to, count, dtype, -1, stream);
+  return move("AllGather", comm, src, dst, count, dtype, -1, stream);
 }
-int ncclReduceScatter(const void* from, void* to, std::size_t count, int dtype, int op,
+int ncclReduceScatter(const void* src, void* dst, std::size_t count, int dtype, int op,
                       ncclComm* comm, void* stream) {
-  return op == 0 ? move("ReduceScatter", comm, from, to, count, dtype, -1, stream) : 4;
+  return op == 0 ? move("ReduceScatter", comm, src, dst, count, dtype, -1, stream) : 4;
 }
-int ncclAllReduce(const void* from, void* to, std::size_t count, int dtype, int op, ncclComm* comm,
+int ncclAllReduce(const void* src, void* dst, std::size_t count, int dtype, int op, ncclComm* comm,
                   void* stream) {
-  return op == 0 ? move("AllReduce", comm, from, to, count, dtype, -1, stream) : 4;
+  return op == 0 ? move("AllReduce", comm, src, dst, count, dtype, -1, stream) : 4;
 }
-int ncclBroadcast(const void* from, void* to, std::size_t count, int dtype, int root,
+int ncclBroadcast(const void* src, void* dst, std::size_t count, int dtype, int root,
                   ncclComm* comm, void* stream) {
-  return move("Broadcast", comm, from, to, count, dtype, root, stream);
+  return move("Broadcast", comm, src, dst, count, dtype, root, stream);
 }
-int ncclSend(const void* from, std::size_t count, int dtype, int peer, ncclComm* comm,
+int ncclSend(const void* src, std::size_t count, int dtype, int peer, ncclComm* comm,
              void* stream) {
-  return move("Send", comm, from, nullptr, count, dtype, peer, stream);
+  return move("Send", comm, src, nullptr, count, dtype, peer, stream);
 }
-int ncclRecv(void* to, std::size_t count, int dtype, int peer, ncclComm* comm, void* stream) {
-  return move("Recv", comm, nullptr, to, count, dtype, peer, stream);
+int ncclRecv(void* dst, std::size_t count, int dtype, int peer, ncclComm* comm, void* stream) {
+  return move("Recv", comm, nullptr, dst, count, dtype, peer, stream);
 }
 
 int ncclGroupStart() {
@@ -196,7 +196,7 @@ int ncclGroupEnd() {
   }
   sends.clear();
   receives.clear();
-  for (ncclComm* comm : in_group) comm->polls = polls_to_go;
+  for (ncclComm* comm : in_group) comm->polls = polls_per_call;
   in_group.clear();
   return result;
 }

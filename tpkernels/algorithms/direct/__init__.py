@@ -1,1 +1,1 @@
-"""One matmul, and a collective that reads from all peers at once."""
+"""One matmul, and a collective that reads all peers simultaneously."""

@@ -1,6 +1,6 @@
-"""``direct`` on GPUs: one matmul, and one kernel that moves all the data at once.
+"""``direct`` on GPUs: one matmul, and one kernel that moves all data.
 
-The kernels, their slots and words are in csrc/cuda/shards.cuh, all_reduce.cuh and routed.cuh.
+csrc/cuda/shards.cuh, all_reduce.cuh and routed.cuh describe the kernels, slots and signals.
 """
 
 from __future__ import annotations
@@ -10,104 +10,134 @@ from collections.abc import Callable
 import torch
 
 from tpkernels import cuda
-from tpkernels.algorithms.parts import Products, as_rows, new_partial, partial_of
-from tpkernels.algorithms.rank_order import gathers_in_rank_order, scatters_in_rank_order
-from tpkernels.algorithms.reduction import Reduction, RmsNorm, normalising
-from tpkernels.algorithms.routes import Places, filled, most_rows, places_of
+from tpkernels.algorithms.assignments import (
+    ExpertPermutation,
+    assigned_rows,
+    invert_permutation,
+    row_capacity,
+)
+from tpkernels.algorithms.chunks import GatherOutputs, as_rows, compute_partial, new_partial
+from tpkernels.algorithms.rank_order import rank_ordered_gather, rank_ordered_reduce
+from tpkernels.algorithms.reduction import Reduction, RmsNorm, with_rms_norm
 from tpkernels.cuda.queued import queue
 from tpkernels.groups.call import Call
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
-from tpkernels.local.product import Weight
+from tpkernels.local.weight import Weight
 from tpkernels.planning.problem import Problem
-from tpkernels.symm.device import Prepared
+from tpkernels.symm.device import PreparedCall
 
 
-def rows_by_rank(problem: Problem) -> tuple[int, ...]:
-    """Rows of each rank's shard, as ``as_blocks`` counts them."""
+def rows_per_rank(problem: Problem) -> tuple[int, ...]:
+    """Return the number of rows of each shard, as counted by ``as_matrix``."""
     if len(problem.shape) == 1:
         return problem.sizes
     return problem.shard_rows
 
 
-def as_blocks(x: torch.Tensor) -> torch.Tensor:
-    """x as a matrix whose rows stay whole: [..., K] as [rows, K], a vector as a column."""
+def as_matrix(x: torch.Tensor) -> torch.Tensor:
+    """View x as a matrix whose rows are not split: [..., K] as [rows, K], a vector as a column."""
     return x.view(-1, 1) if x.dim() == 1 else as_rows(x)
 
 
-@gathers_in_rank_order
-def gather(call: Call, x: torch.Tensor, products: Products) -> None:
-    whole, sizes = products.memory(call, x), rows_by_rank(call.problem)
-    shard, rows = as_blocks(x.contiguous()), as_blocks(whole)
+@rank_ordered_gather
+def gather(call: Call, x: torch.Tensor, outputs: GatherOutputs) -> None:
+    gathered, sizes = outputs.gather_buffer(call, x), rows_per_rank(call.problem)
+    shard, rows = as_matrix(x.contiguous()), as_matrix(gathered)
 
-    def prepare() -> Prepared:
+    def prepare() -> PreparedCall:
         return cuda.prepare_all_gather(shard, rows, sizes, variants=_variants(call, x))
 
     queue(call, x.device, "gather", prepare, shard, rows)
-    products.multiply(whole)
+    outputs.multiply(gathered)
 
 
 def dispatch(
-    call: Call, x: torch.Tensor, routes: torch.Tensor
+    call: Call, x: torch.Tensor, topk_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows of this rank's experts, and how many each has. x [tokens, H], routes [tokens
-    of all ranks, k]. With ``max_rows`` the host waits for nothing."""
+    """Return the rows of the local experts, and the number of rows per expert.
+
+    With ``max_rows`` the host does not wait.
+
+    Args:
+        x: [tokens, H].
+        topk_ids: [tokens of all ranks, k].
+    """
     problem, rank = call.problem, call.group.rank
-    found = Places.of(problem, rank, routes)
-    rows = empty((found.rows(problem, rank, routes), x.shape[1]), x.dtype, x.device)
+    by_expert = ExpertPermutation.compute(problem, rank, topk_ids)
+    rows = empty((by_expert.num_rows(problem, rank, topk_ids), x.shape[1]), x.dtype, x.device)
 
-    def prepare() -> Prepared:
-        return cuda.prepare_routed(x, rows, found.order, problem.sizes)
+    def prepare() -> PreparedCall:
+        return cuda.prepare_routed(x, rows, by_expert.permutation, problem.sizes)
 
-    queue(call, x.device, "dispatch", prepare, x, rows, found.order, found.edges, len(rows))
-    return rows, found.counts
+    queue(
+        call,
+        x.device,
+        "dispatch",
+        prepare,
+        x,
+        rows,
+        by_expert.permutation,
+        by_expert.rank_offsets,
+        len(rows),
+    )
+    return rows, by_expert.counts
 
 
 def combine(
-    call: Call, x: torch.Tensor, routes: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+    call: Call, x: torch.Tensor, topk_ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Fill ``out`` [tokens, H] with the sums of the tokens' rows by ``weights`` [tokens, k]. A
-    token that has a route without a row becomes NaN."""
+    """Fill ``out`` [tokens, H] with the sums of expert outputs times ``weights`` [tokens, k].
+
+    A token becomes NaN if one of its assignments got no row.
+    """
     problem, rank = call.problem, call.group.rank
-    found = Places.of(problem, rank, routes)
-    x = filled(problem, x, found.rows(problem, rank, routes))
-    placed = found.order, found.edges, most_rows(problem), places_of(found.order)
+    by_expert = ExpertPermutation.compute(problem, rank, topk_ids)
+    x = assigned_rows(problem, x, by_expert.num_rows(problem, rank, topk_ids))
+    routing = (
+        by_expert.permutation,
+        by_expert.rank_offsets,
+        row_capacity(problem),
+        invert_permutation(by_expert.permutation),
+    )
 
-    def prepare() -> Prepared:
-        return cuda.prepare_routed(x, out, found.order, problem.sizes, weights)
+    def prepare() -> PreparedCall:
+        return cuda.prepare_routed(x, out, by_expert.permutation, problem.sizes, weights)
 
-    queue(call, x.device, "combine", prepare, x, out, *placed, weights)
+    queue(call, x.device, "combine", prepare, x, out, *routing, weights)
 
 
-@scatters_in_rank_order
+@rank_ordered_reduce
 def reduce(
     call: Call, x: torch.Tensor, w: Weight | None, out: torch.Tensor, reduction: Reduction
 ) -> None:
-    """``out`` may be ``x``, where all ranks keep the sum."""
+    """``out`` may be ``x`` if all ranks keep the sum."""
     bias, residual, world = reduction.bias, reduction.residual, call.problem.world
     if call.problem.spec.scatters:
-        sizes, partial = rows_by_rank(call.problem), partial_of(call, x, w).contiguous()
-        moved = as_blocks(partial), as_blocks(out)
-        added = bias, None if residual is None else as_blocks(residual)
+        sizes, partial = rows_per_rank(call.problem), compute_partial(call, x, w).contiguous()
+        matrices = as_matrix(partial), as_matrix(out)
+        epilogue = bias, None if residual is None else as_matrix(residual)
 
-        def prepare_scatter() -> Prepared:
-            return cuda.prepare_reduce_scatter(*moved, sizes, *added, variants=_variants(call, x))
+        def prepare_scatter() -> PreparedCall:
+            return cuda.prepare_reduce_scatter(
+                *matrices, sizes, *epilogue, variants=_variants(call, x)
+            )
 
-        queue(call, x.device, "scatter", prepare_scatter, *moved, *added)
+        queue(call, x.device, "scatter", prepare_scatter, *matrices, *epilogue)
         return
-    partial, multiply = _partial_and_product(call, x, w)
+    partial, multiply = _partial_and_matmul(call, x, w)
 
-    def prepare() -> Prepared:
+    def prepare() -> PreparedCall:
         return cuda.prepare_all_reduce(
             *(world, partial, out, bias, residual),
-            early=_starts_early(partial, w),
+            early=_allows_early_launch(partial, w),
             variants=_variants(call, x),
         )
 
-    queue(call, x.device, "sum", prepare, partial, out, bias, residual, first=multiply)
+    queue(call, x.device, "sum", prepare, partial, out, bias, residual, prologue=multiply)
 
 
-_in_steps = normalising(reduce)
+_reduce_then_normalise = with_rms_norm(reduce)
 
 
 def reduce_and_normalise(
@@ -118,29 +148,34 @@ def reduce_and_normalise(
     reduction: Reduction,
     norm: RmsNorm,
 ) -> torch.Tensor:
-    """One launch, where the kernels take rows of that length; all ranks decide alike."""
-    if not cuda.normalises(out.dtype, norm.weight.numel()):
-        return _in_steps(call, partial_of(call, x, w), None, out, reduction, norm)
-    partial, multiply = _partial_and_product(call, x, w)
-    normed, world = empty(out.shape, out.dtype, out.device), call.problem.world
-    tensors, added = (partial, out, normed, norm.weight), (reduction.bias, reduction.residual)
+    """Reduce and normalise in one launch, if the kernels support the row length.
 
-    def prepare() -> Prepared:
+    All ranks decide identically.
+    """
+    if not cuda.supports_rms_norm(out.dtype, norm.weight.numel()):
+        return _reduce_then_normalise(call, compute_partial(call, x, w), None, out, reduction, norm)
+    partial, multiply = _partial_and_matmul(call, x, w)
+    normed, world = empty(out.shape, out.dtype, out.device), call.problem.world
+    tensors, epilogue = (partial, out, normed, norm.weight), (reduction.bias, reduction.residual)
+
+    def prepare() -> PreparedCall:
         return cuda.prepare_normed_all_reduce(
-            *(world, *tensors, norm.eps, *added),
-            early=_starts_early(partial, w),
+            *(world, *tensors, norm.eps, *epilogue),
+            early=_allows_early_launch(partial, w),
             variants=_variants(call, x),
         )
 
-    queue(call, x.device, "normed", prepare, *tensors, *added, first=multiply)
+    queue(call, x.device, "normed", prepare, *tensors, *epilogue, prologue=multiply)
     return normed
 
 
-def _partial_and_product(
+def _partial_and_matmul(
     call: Call, x: torch.Tensor, w: Weight | None
 ) -> tuple[torch.Tensor, Callable[[], object]]:
-    """Return the partial, and what queues the product that fills it, if there is one. It comes in
-    the same turn as the sum: nothing between."""
+    """Return the partial, and a function that queues its matmul, if the op has a matmul.
+
+    The matmul and the reduction are queued under one lock, without a launch between them.
+    """
     if w is None:
         return x.contiguous(), lambda: None
     partial = new_partial(call, x, w)
@@ -148,12 +183,14 @@ def _partial_and_product(
 
 
 def _variants(call: Call, x: torch.Tensor) -> frozenset[str]:
-    """Return the variants that are qualified here."""
-    return call.workspace.on_gpus[x.device].current.variants
+    """Return the variants that are qualified on this machine."""
+    return call.workspace.cuda_workspaces[x.device].current.variants
 
 
-def _starts_early(partial: torch.Tensor, w: Weight | None) -> bool:
-    """Return whether the kernel behind ``partial = x @ w`` may start while the product runs: it is
-    torch's and a kernel. What a caller's product queues is not known, nor whether it queues
-    anything."""
+def _allows_early_launch(partial: torch.Tensor, w: Weight | None) -> bool:
+    """Return True if the kernel after ``partial = x @ w`` may start during the matmul.
+
+    This requires a torch matmul that launches a kernel. A `CustomMatmul` may queue any work, or
+    no work.
+    """
     return isinstance(w, torch.Tensor) and partial.numel() > 0

@@ -1,22 +1,24 @@
-"""One matmul per peer, overlapped with the work of the peers. The matmul itself moves the data.
+"""``pipelined`` on CPUs: one matmul per peer, overlapped with the work of the peers.
 
-all_gather_matmul      each rank publishes its rows and multiplies them. Then it multiplies the
-                       peers' rows in place, in order of arrival, into the output's rows.
-matmul_reduce_scatter  each rank multiplies the rows of rank+1, rank+2, ... straight into shared
-                       memory and publishes each part when it is done, its own rows last. Then it
-                       sums its part.
-matmul_all_reduce      the same; then each rank publishes its sum, and the others copy it.
+The matmul moves the data: it reads peer rows from shared memory, or writes partial sums to it.
 
-One step of 3 ranks in time; `*r` is a matmul of rank r's rows, `!` publishes:
+all_gather_matmul      Each rank publishes its rows and multiplies them. Then it multiplies the
+                       peer rows in place, in order of arrival, into the rows of the output.
+matmul_reduce_scatter  Each rank multiplies the rows of rank+1, rank+2, ... into shared memory,
+                       local rows last, and publishes each result. Then it sums its shard.
+matmul_all_reduce      A matmul_reduce_scatter; then each rank publishes its sum and copies the
+                       sums of its peers.
+
+Timeline of one epoch on 3 ranks; `*r` is a matmul of the rows of rank r, `!` publishes:
 
     all_gather_matmul            matmul_reduce_scatter
     rank 0   !*0 *1 *2           *1! *2! *0  wait, sum
     rank 1   !*1 *2 *0           *2! *0! *1  wait, sum
     rank 2   !*2 *0 *1           *0! *1! *2  wait, sum
 
-Sync: every step of rows is one call of the channel, so the channel's proof holds
-(csrc/host/channel.h). In every step each rank waits for a word of every peer, even for parts
-without rows. A step takes as many rows as the workspace holds (planning/algorithms.py).
+Sync: one epoch of the channel transfers one chunk per rank. In every epoch each rank waits for a
+signal from every peer, even if a shard is empty, so the invariants of csrc/host/channel.h hold. A
+chunk has as many rows as fit into the workspace (planning/algorithms.py).
 """
 
 from __future__ import annotations
@@ -24,75 +26,82 @@ from __future__ import annotations
 import torch
 
 from tpkernels._C.host import Phase
-from tpkernels.algorithms.parts import Products, SplitProducts, partials_of_product
+from tpkernels.algorithms.chunks import ChunkedMatmuls, GatherOutputs, matmul_partials
 from tpkernels.algorithms.reduction import Reduction, reduce_into
 from tpkernels.groups.call import Call
-from tpkernels.local.product import Weight
-from tpkernels.local.ranges import COPY, TRANSFER, recorded
+from tpkernels.local.ranges import COPY, TRANSFER, record_range
+from tpkernels.local.weight import Weight
 
 
-def gather(call: Call, x: torch.Tensor, products: Products) -> None:
+def gather(call: Call, x: torch.Tensor, outputs: GatherOutputs) -> None:
     workspace, rank, peers = call.group.workspace, call.group.rank, call.peers_in_ring_order
-    assert workspace is not None  # else `choose` takes another algorithm
+    assert workspace is not None  # ensured by `choose`
     x = x.contiguous()
     segment, offset = workspace.segments.find(x)
     flat, width = x.flatten(0, -2), x.shape[-1]
-    made = SplitProducts(call, x, products, workspace.usable_bytes)
-    rows, step, channel = made.split.rows, made.split.step, workspace.channel
-    for begin in range(0, max(1, *rows), step):
-        mine = flat[begin : begin + step]
-        channel.begin(call.plan.signature, call.plan.text)
+    matmuls = ChunkedMatmuls(call, x, outputs, workspace.usable_bytes)
+    rows, chunk_rows, channel = (
+        matmuls.chunk_plan.rows,
+        matmuls.chunk_plan.chunk_rows,
+        workspace.channel,
+    )
+    for begin in range(0, max(1, *rows), chunk_rows):
+        local_rows = flat[begin : begin + chunk_rows]
+        channel.begin(call.plan.signature, call.plan.description)
         if segment:
-            channel.locate(segment, offset + begin * width * x.element_size())
+            channel.set_location(segment, offset + begin * width * x.element_size())
         else:
-            with recorded(COPY):
-                workspace.view(rank, x.dtype, tuple(mine.shape)).copy_(mine)
+            with record_range(COPY):
+                workspace.view(rank, x.dtype, tuple(local_rows.shape)).copy_(local_rows)
         channel.publish(Phase.DATA)
-        made.use(rank, begin, mine)
-        waiting = list(peers)
-        while waiting:
-            peer = channel.wait_any(waiting, Phase.DATA)
-            waiting.remove(peer)
-            count = max(0, min(step, rows[peer] - begin))
-            with recorded(TRANSFER):
-                made.use(peer, begin, workspace.peer_data(peer, x.dtype, (count, width)))
+        matmuls.consume(rank, begin, local_rows)
+        remaining = list(peers)
+        while remaining:
+            peer = channel.wait_any(remaining, Phase.DATA)
+            remaining.remove(peer)
+            count = max(0, min(chunk_rows, rows[peer] - begin))
+            with record_range(TRANSFER):
+                matmuls.consume(peer, begin, workspace.peer_data(peer, x.dtype, (count, width)))
             if channel.in_segment(peer):
                 channel.end_read(peer)
-        if segment:  # when we return, the user may overwrite the memory
+        if segment:  # the user may overwrite x after the call
             for peer in peers:
                 channel.wait(peer, Phase.READ, rank)
-    made.finish()
+    matmuls.finish()
 
 
 def reduce(call: Call, x: torch.Tensor, w: Weight, out: torch.Tensor, reduction: Reduction) -> None:
-    """Fill ``out`` with this rank's part of the sum, or with all of it. A data buffer has a slot
-    for each rank's part of this rank's partial, then one for this rank's sum."""
+    """Fill ``out`` with the local shard of the sum, or with the full sum.
+
+    A data buffer has one slot per rank for the local partial sums, then one slot for the local
+    sum.
+    """
     workspace, problem = call.group.workspace, call.problem
-    assert workspace is not None  # else `choose` takes another algorithm
+    assert workspace is not None  # ensured by `choose`
     rank, peers, wire = call.group.rank, call.peers_in_ring_order, problem.dtype
-    partials = partials_of_product(call, x, w, workspace.usable_bytes)
-    split, channel, result = partials.split, workspace.channel, out.view(-1)
-    slot, sums_at = split.slot_bytes, problem.world * split.slot_bytes
-    for index in range(max(1, split.steps)):
-        channel.begin(call.plan.signature, call.plan.text)
+    partials = matmul_partials(call, x, w, workspace.usable_bytes)
+    chunk_plan, channel, result = partials.chunk_plan, workspace.channel, out.view(-1)
+    slot, sum_offset = chunk_plan.slot_bytes, problem.world * chunk_plan.slot_bytes
+    for index in range(max(1, chunk_plan.num_chunks)):
+        channel.begin(call.plan.signature, call.plan.description)
         for owner in (*peers, rank):
-            begin, count = split.piece(owner, index)
+            begin, count = chunk_plan.chunk_range(owner, index)
             partials.fill(owner, begin, workspace.view(rank, wire, (count,), owner * slot))
             channel.publish(Phase.DATA, owner)
         for peer in peers:
             channel.wait(peer, Phase.DATA, rank)
-        begin, count = split.piece(rank, index)
+        begin, count = chunk_plan.chunk_range(rank, index)
         terms = [workspace.view(r, wire, (count,), rank * slot) for r in range(problem.world)]
         if problem.spec.scatters:
             reduce_into(result[begin : begin + count], terms, reduction, begin)
             continue
-        total = workspace.view(rank, out.dtype, (count,), sums_at)
-        reduce_into(total, terms, reduction, split.begins[rank] + begin)
+        total = workspace.view(rank, out.dtype, (count,), sum_offset)
+        reduce_into(total, terms, reduction, chunk_plan.offsets[rank] + begin)
         channel.publish(Phase.RESULT)
         for owner in (rank, *peers):
             channel.wait(owner, Phase.RESULT)
-            begin, count = split.piece(owner, index)
-            begin += split.begins[owner]
-            with recorded(COPY):
-                total = workspace.view(owner, out.dtype, (count,), sums_at)
+            begin, count = chunk_plan.chunk_range(owner, index)
+            begin += chunk_plan.offsets[owner]
+            with record_range(COPY):
+                total = workspace.view(owner, out.dtype, (count,), sum_offset)
                 result[begin : begin + count].copy_(total)

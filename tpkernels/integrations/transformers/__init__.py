@@ -1,2 +1,2 @@
-"""Generation and serving with models of transformers on several ranks. transformers generates,
-batches and samples; what is here loads the model on each rank and moves tokens and text."""
+"""Generation and serving of transformers models on several ranks. transformers generates, batches
+and samples. This package loads the model on each rank and distributes tokens and text."""

@@ -1,6 +1,6 @@
-"""Importing this registers "tpkernels" with transformers: models that are loaded with
-``experts_implementation="tpkernels"`` compute their experts by `tpkernels.grouped_matmul`, in one
-process. `tpkernels.parallelize` needs no such option."""
+"""Importing this module registers "tpkernels" as an experts implementation of transformers. Models
+loaded with ``experts_implementation="tpkernels"`` compute their experts with
+`tpkernels.grouped_matmul`, in one process. `tpkernels.parallelize` does not need this option."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tpkernels.ops.experts import route, rows_by_expert, sum_routes
+from tpkernels.ops.experts import permute_tokens, reduce_by_token, sort_assignments
 from tpkernels.ops.grouped_matmul import grouped_matmul
 
 
@@ -18,21 +18,21 @@ def experts_forward(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Do what the forward of an experts module does. Raise NotImplementedError if its weights are
-    sharded by transformers' expert parallelism."""
+    """Forward of an experts module. Raise NotImplementedError if its weights are sharded by the
+    expert parallelism of transformers."""
     if experts._is_expert_parallel:
         raise NotImplementedError(
             "experts_implementation='tpkernels' does not support the expert parallelism of "
             "transformers; call tpkernels.parallelize(model, mesh, expert_parallel=True) instead"
         )
-    routing = route(top_k_index, top_k_weights, experts.num_experts)
+    routing = sort_assignments(top_k_index, top_k_weights, experts.num_experts)
 
     def project(rows: torch.Tensor, name: str) -> torch.Tensor:
         w = getattr(experts, name)
         w = w if experts.is_transposed else w.transpose(1, 2)
         return grouped_matmul(rows, w, routing.counts, getattr(experts, f"{name}_bias", None))
 
-    rows = rows_by_expert(hidden_states, routing)
+    rows = permute_tokens(hidden_states, routing)
     if experts.has_gate:
         inner = experts._apply_gate(project(rows, "gate_up_proj"))
     else:
@@ -40,7 +40,7 @@ def experts_forward(
     y = project(inner, "down_proj")
     if experts.has_post_expert_norm:
         y = experts.post_expert_norm(y)
-    return sum_routes(y, routing)
+    return reduce_by_token(y, routing)
 
 
 def _register() -> None:

@@ -1,4 +1,4 @@
-"""A model on the ranks of the default process group, and its tokenizer."""
+"""Load a model on the ranks of the default process group, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tpkernels.launch import fork_server
 from tpkernels.launch.terminal import UsageError
 from tpkernels.nn import pack_
 from tpkernels.parallel.checkpoints import GGUFCheckpoint, locate
-from tpkernels.parallel.decoder import JOINED, join_norms
+from tpkernels.parallel.decoder import JOINABLE_MODEL_TYPES, join_norms
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def preload() -> None:
-    """Let ranks that this process starts find transformers imported, which takes each of them
-    seconds otherwise. To be called before the first start."""
+    """Import transformers in the fork server, which saves each new rank some seconds. Call it
+    before the first start."""
     fork_server(
         ["transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto"]
     )
@@ -33,7 +33,7 @@ def preload() -> None:
 
 @contextmanager
 def unusable_model() -> Iterator[None]:
-    """Turn what loading raises for a model that cannot be used into a `UsageError`."""
+    """Convert errors from loading an unusable model into `UsageError`."""
     try:
         yield
     except (OSError, ValueError, NotImplementedError, ImportError) as error:
@@ -42,14 +42,14 @@ def unusable_model() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """A model, and how ranks load it; see `tpkernels.from_pretrained`."""
+    """Options of `tpkernels.from_pretrained` for a model on several ranks."""
 
     path: str | os.PathLike[str]
-    device: str = "cpu"  #: type of the ranks' devices
+    device: str = "cpu"  #: device type of the ranks
     dtype: torch.dtype | None = None
     ffn_only: bool = False
     expert_parallel: bool = False
-    weights: Literal["int8"] | None = None  #: of the parallel layers, on CPUs
+    weights: Literal["int8"] | None = None  #: weight dtype of the parallel layers, on CPUs
     plan: dict[str, str] | None = None
 
 
@@ -57,8 +57,8 @@ class LoadOptions:
 def load_model(options: LoadOptions) -> PreTrainedModel:
     """Return the model, split over all ranks for inference. Collective.
 
-    Prompts go through the sequence-parallel ops, and single tokens through `matmul_all_reduce`. On
-    CPUs the weights of the parallel layers are packed, unless they are float64 or in int8.
+    Prompts use the sequence-parallel ops, single tokens `matmul_all_reduce`. On CPUs the weights of
+    the parallel layers are packed, unless they are float64 or already packed as int8.
     """
     mesh = init_device_mesh(options.device, (dist.get_world_size(),), mesh_dim_names=("tp",))
     model = tpkernels.from_pretrained(
@@ -75,35 +75,35 @@ def load_model(options: LoadOptions) -> PreTrainedModel:
         if not options.weights and model.dtype != torch.float64:
             pack_(model, drop=True)
         plain = not options.ffn_only and options.plan is None
-        if plain and model.config.model_type in JOINED:
+        if plain and model.config.model_type in JOINABLE_MODEL_TYPES:
             join_norms(model)
     return model
 
 
 def end_tokens(model: PreTrainedModel) -> list[int]:
-    """Return the tokens that end a text, by the model's generation configuration."""
+    """Return the end tokens in the generation configuration of the model."""
     end = model.generation_config.eos_token_id
     return [] if end is None else [end] if isinstance(end, int) else list(end)
 
 
 @unusable_model()
 def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
-    """Return the tokenizer in a model's folder or GGUF file. Raise `UsageError` if there is no such
-    file or folder, or if it has no tokenizer that transformers can read."""
+    """Return the tokenizer in a model folder or GGUF file. Raise `UsageError` if the path does not
+    exist, or if transformers cannot load a tokenizer from it."""
     from transformers import AutoTokenizer
 
-    place = locate(path)
+    location = locate(path)
     try:
-        if place.is_dir():
-            return AutoTokenizer.from_pretrained(place)
-        return AutoTokenizer.from_pretrained(place.parent, gguf_file=place.name)
+        if location.is_dir():
+            return AutoTokenizer.from_pretrained(location)
+        return AutoTokenizer.from_pretrained(location.parent, gguf_file=location.name)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        if place.is_file():
-            GGUFCheckpoint(place).check_not_split()
-        # The text of transformers is about slow tokenizers.
-        missing = place.is_dir() and not any(place.glob("token*"))
-        why = "" if missing else f" that transformers can load: {error}"
+        if location.is_file():
+            GGUFCheckpoint(location).check_not_split()
+        # The transformers message is misleading: it mentions slow tokenizers.
+        missing = location.is_dir() and not any(location.glob("token*"))
+        reason = "" if missing else f" that transformers can load: {error}"
         raise ValueError(
-            f"{path} contains no tokenizer{why}; copy tokenizer.json and tokenizer_config.json "
+            f"{path} contains no tokenizer{reason}; copy tokenizer.json and tokenizer_config.json "
             "to the model folder"
         ) from error

@@ -1,10 +1,10 @@
-"""How the next token of a text is chosen (`Sampling`, `choose`), and its log-probability.
+"""Sampling of the next token (`Sampling`, `choose`), and log-probabilities.
 
-transformers' warpers limit the tokens, but only in the rows that ask for it: two sorts of 32 rows
-of 49152 logits take longer than a step of a small model.
+transformers warpers restrict the tokens, but only in rows that request it: two sorts of 32 rows of
+49152 logits take longer than a step of a small model.
 
-A token is drawn with one random number, which its text's seed and its place in the text determine.
-So all ranks draw the same token, as their logits are the same to the bit, and a seed gives the
+Each token is sampled with one random number, derived from the request seed and the token position.
+The logits are bitwise identical on all ranks, so all ranks sample the same token. A seed gives the
 same text in any batch and on any number of ranks, up to rounding.
 """
 
@@ -20,26 +20,27 @@ import torch
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. Ranges are those of transformers' ``GenerationConfig``."""
+    """Sampling parameters, with the ranges of ``GenerationConfig`` of transformers."""
 
     max_new_tokens: int = 128
-    temperature: float = 0.0  #: 0: always the likeliest token
+    temperature: float = 0.0  #: 0: greedy
     top_k: int = 0  #: 0: all tokens
     top_p: float = 1.0
-    min_p: float = 0.0  #: least probability, as a share of the likeliest token's
-    repetition_penalty: float = 1.0  #: of tokens in the prompt or the text; 1: none
-    presence_penalty: float = 0.0  #: taken off the logits of tokens that the text has
-    frequency_penalty: float = 0.0  #: the same, for each time that it has them
-    seed: int = 0  #: of the sampled tokens
+    min_p: float = 0.0  #: minimum probability, as a fraction of the highest probability
+    #: For tokens in the prompt or the generated text; 1: no penalty.
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0  #: subtracted from the logits of generated tokens
+    frequency_penalty: float = 0.0  #: subtracted per occurrence of a generated token
+    seed: int = 0  #: seed of the random numbers
 
     @property
     def penalizes(self) -> bool:
-        """Return whether tokens of the prompt or the text are less likely to come again."""
+        """Return whether tokens of the prompt or of the generated text are penalized."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     def check(self) -> None:
         """Raise ValueError if a value is out of range."""
-        for name, right, allowed in (
+        for name, is_valid, allowed in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
             ("temperature", 0 <= self.temperature < float("inf"), "0 or more"),
             ("top_k", self.top_k >= 0, "0 (all tokens) or more"),
@@ -50,12 +51,12 @@ class Sampling:
             ("frequency_penalty", abs(self.frequency_penalty) < float("inf"), "a finite number"),
             ("seed", 0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
         ):
-            if not right:
+            if not is_valid:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be {allowed}")
 
 
-class Text(NamedTuple):
-    """A text whose next token is to be chosen."""
+class TokenSequence(NamedTuple):
+    """A request whose next token is to be sampled."""
 
     sampling: Sampling
     prompt: Sequence[int]
@@ -63,69 +64,74 @@ class Text(NamedTuple):
 
 
 class Logprob(NamedTuple):
-    """How likely a token was: by the model's logits, before penalties and temperature."""
+    """Log-probability of a token by the raw logits, before penalties and temperature."""
 
     token: int
-    logprob: float | None  #: None: of the first token of a prompt
-    top: list[tuple[int, float]]  #: the likeliest tokens, likeliest first
+    logprob: float | None  #: None for the first token of a prompt
+    top: list[tuple[int, float]]  #: most likely tokens, in decreasing order
 
 
-def choose(logits: torch.Tensor, texts: Sequence[Text]) -> torch.Tensor:
-    """Return the next token of each text, whose logits are a row of ``logits``, float32."""
-    penalized = [row for row, text in enumerate(texts) if text.sampling.penalizes]
+def choose(logits: torch.Tensor, sequences: Sequence[TokenSequence]) -> torch.Tensor:
+    """Return the next token of each sequence. ``logits``: float32, one row per sequence."""
+    penalized = [row for row, sequence in enumerate(sequences) if sequence.sampling.penalizes]
     scores = logits.clone() if penalized else logits
     for row in penalized:
-        scores[row] = _penalized(logits[row], texts[row])
+        scores[row] = _apply_penalties(logits[row], sequences[row])
     tokens = scores.argmax(1)
-    sampled = [row for row, text in enumerate(texts) if text.sampling.temperature > 0]
+    sampled = [row for row, sequence in enumerate(sequences) if sequence.sampling.temperature > 0]
     if sampled:
-        tokens[sampled] = _draw(scores[sampled], [texts[row] for row in sampled])
+        tokens[sampled] = _sample(scores[sampled], [sequences[row] for row in sampled])
     return tokens
 
 
-def logprobs(logits: torch.Tensor, tokens: Sequence[int], most: int) -> list[Logprob]:
-    """Return how likely each token was by its row of logits, with the ``most`` likeliest ones."""
+def logprobs(logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[Logprob]:
+    """Return the log-probability of each token and of the ``num_top`` most likely tokens, by its
+    row of logits."""
     logits = logits.float()
     total = logits.logsumexp(1, keepdim=True)
-    own = logits.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1)) - total
-    best, ids = logits.topk(min(most, logits.size(1)), dim=1)
+    token_logprobs = (
+        logits.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1)) - total
+    )
+    best, ids = logits.topk(min(num_top, logits.size(1)), dim=1)
     tops = zip(ids.tolist(), (best - total).tolist(), strict=True)
-    rows = zip(tokens, own.squeeze(1).tolist(), tops, strict=True)
+    rows = zip(tokens, token_logprobs.squeeze(1).tolist(), tops, strict=True)
     return [Logprob(token, value, list(zip(*top, strict=True))) for token, value, top in rows]
 
 
-def _penalized(scores: torch.Tensor, text: Text) -> torch.Tensor:
-    """Return one row of scores, less those of tokens that the text has."""
+def _apply_penalties(scores: torch.Tensor, sequence: TokenSequence) -> torch.Tensor:
+    """Return a row of scores, reduced by the penalties of a request."""
     from transformers import RepetitionPenaltyLogitsProcessor
 
-    sampling = text.sampling
+    sampling = sequence.sampling
     presence, frequency = sampling.presence_penalty, sampling.frequency_penalty
     if sampling.repetition_penalty != 1:
         processor = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)
-        seen = torch.tensor([[*text.prompt, *text.generated]], device=scores.device)
+        seen = torch.tensor([[*sequence.prompt, *sequence.generated]], device=scores.device)
         scores = processor(seen, scores[None])[0]
-    if text.generated and (presence or frequency):
-        tokens = torch.tensor(text.generated, device=scores.device)
+    if sequence.generated and (presence or frequency):
+        tokens = torch.tensor(sequence.generated, device=scores.device)
         seen, counts = tokens.unique(return_counts=True)
         scores = scores.index_add(0, seen, -(presence + frequency * counts).to(scores.dtype))
     return scores
 
 
-def _draw(scores: torch.Tensor, texts: Sequence[Text]) -> torch.Tensor:
-    cumulative = probabilities(scores, [text.sampling for text in texts]).double().cumsum(1)
-    # Python's generator takes a seed of text, by SHA-512, and is the same on every machine.
-    numbers = [random.Random(f"{s.seed}/{len(new)}").random() for s, _, new in texts]
-    places = torch.tensor(numbers, dtype=torch.float64, device=scores.device).unsqueeze(1)
-    drawn = torch.searchsorted(cumulative, places * cumulative[:, -1:], right=True)
-    return drawn.squeeze(1).clamp(max=scores.size(1) - 1)  # beyond it if logits were nan
+def _sample(scores: torch.Tensor, sequences: Sequence[TokenSequence]) -> torch.Tensor:
+    cumulative = (
+        probabilities(scores, [sequence.sampling for sequence in sequences]).double().cumsum(1)
+    )
+    # Python seeds its generator from a string by SHA-512, identically on every machine.
+    numbers = [random.Random(f"{s.seed}/{len(new)}").random() for s, _, new in sequences]
+    thresholds = torch.tensor(numbers, dtype=torch.float64, device=scores.device).unsqueeze(1)
+    drawn = torch.searchsorted(cumulative, thresholds * cumulative[:, -1:], right=True)
+    return drawn.squeeze(1).clamp(max=scores.size(1) - 1)  # out of range if the logits are NaN
 
 
 def probabilities(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
-    """Return the probabilities of all tokens, a row for each of ``samplings``, none of which has
-    temperature 0."""
+    """Return the probabilities of all tokens, one row per entry of ``samplings``. Temperatures must
+    be above 0."""
 
     temperatures = torch.tensor([[s.temperature] for s in samplings], device=scores.device)
-    # Scores of at most 0 may overflow to -inf at a tiny temperature, but not to nan.
+    # Scores are now at most 0: a tiny temperature may turn them into -inf, but not into NaN.
     scores = scores - scores.amax(1, keepdim=True)
     scores = scores / temperatures.clamp(min=torch.finfo(torch.float32).tiny)
     for row, sampling in enumerate(samplings):
@@ -135,7 +141,7 @@ def probabilities(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.
 
 
 def _warpers(sampling: Sampling) -> Iterator[Any]:
-    """Yield what limits the tokens of a text."""
+    """Yield the transformers warpers of a request."""
     from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     if sampling.top_k:

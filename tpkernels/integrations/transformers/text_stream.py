@@ -1,4 +1,4 @@
-"""Tokens to text, as they arrive. What a stop string may begin with is held back."""
+"""Streaming conversion of tokens to text. A possible beginning of a stop string is held back."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import Any
 
 
 class Decoder:
-    """Decodes the tokens of one text one by one, by a fast tokenizer of transformers.
+    """Incremental decoder for a fast transformers tokenizer.
 
-    Tokenizers that fall back to bytes show a run of bytes that is no text as U+FFFD, also what was
-    text before the last byte came, and then ``DecodeStream`` raises. Here that stays as it was.
+    Tokenizers with byte fallback decode an incomplete byte sequence as U+FFFD, including bytes that
+    were valid text before the last byte. ``DecodeStream`` then raises. This class keeps the text
+    that was already returned.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._start()
-        self._pending: list[int] = []  # tokens without text so far
+        self._pending: list[int] = []  # tokens that are not decoded yet
 
     def _start(self) -> None:
         from tokenizers.decoders import DecodeStream
@@ -24,68 +25,71 @@ class Decoder:
         self._stream = DecodeStream(skip_special_tokens=True)
 
     def step(self, token: int) -> str:
-        """Return the text that this token makes certain."""
+        """Return the text that is final after this token."""
         self._pending.append(token)
         backend = self._tokenizer.backend_tokenizer
         try:
-            text: str = self._stream.step(backend, token) or ""
-        except Exception:  # tokenizers has no kinds of errors
-            text = self.rest()
+            decoded: str = self._stream.step(backend, token) or ""
+        except Exception:  # tokenizers raises no specific exception
+            decoded = self.pending_text()
             self._start()
-            self._stream.step(backend, token)  # or the next one would lose its space
-        if text:
+            self._stream.step(backend, token)  # otherwise the next token loses its leading space
+        if decoded:
             self._pending.clear()
-        return text
+        return decoded
 
-    def rest(self) -> str:
-        """Return what is held back: bytes that are no whole character."""
+    def pending_text(self) -> str:
+        """Return the text of the pending tokens: bytes that do not form a complete character."""
         return self._tokenizer.decode(self._pending, skip_special_tokens=True)
 
 
 class TextStream:
-    """The text of one answer, by a fast tokenizer of transformers. It ends before a string of
-    ``stop``, or at a token of ``end_tokens``, which has no text."""
+    """Text of one answer, decoded by a fast transformers tokenizer. It ends before a stop string,
+    or at a token in ``end_tokens``, which is not decoded."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], end_tokens: Collection[int]) -> None:
         self._stop, self._end_tokens = stop, end_tokens
         self._decoder = Decoder(tokenizer)
-        self._text = ""  # of the tokens so far
-        self._sent = 0  # characters of it
-        self.stopped = False  #: a stop string was found, or a token that ends the answer
+        self._decoded = ""  # text of all tokens
+        self._sent = 0  # number of returned characters
+        self.stopped = False  #: set after a stop string or an end token
 
     def feed(self, tokens: Sequence[int], last: bool) -> str:
-        """Return the text that these tokens make certain. ``last``: no more will follow."""
+        """Return the text that is final after these tokens. ``last``: no more tokens follow."""
         if self.stopped:
             return ""
-        searched = len(self._text)
+        searched = len(self._decoded)
         for token in tokens:
             if token in self._end_tokens:
                 self.stopped = True
                 break
-            self._text += self._decoder.step(token)
+            self._decoded += self._decoder.step(token)
         last = last or self.stopped
         if last:
-            self._text += self._decoder.rest()
+            self._decoded += self._decoder.pending_text()
         end = self._find_stop(searched)
         if end is None:
-            end = len(self._text) - (0 if last else self._held())
-        piece = self._text[self._sent : end]
+            end = len(self._decoded) - (0 if last else self._stop_prefix_length())
+        delta = self._decoded[self._sent : end]
         self._sent = max(self._sent, end)
-        return piece
+        return delta
 
     def _find_stop(self, searched: int) -> int | None:
-        """Return where the first stop string begins; the text before ``searched`` contains none."""
-        places = [self._text.find(stop, max(0, searched - len(stop) + 1)) for stop in self._stop]
-        found = [place for place in places if place >= 0]
-        if not found:
+        """Return the start of the first stop string. The text before ``searched`` does not contain
+        any."""
+        positions = [
+            self._decoded.find(stop, max(0, searched - len(stop) + 1)) for stop in self._stop
+        ]
+        matches = [position for position in positions if position >= 0]
+        if not matches:
             return None
         self.stopped = True
-        return min(found)
+        return min(matches)
 
-    def _held(self) -> int:
-        """Count characters at the end of the text with which a stop string begins."""
+    def _stop_prefix_length(self) -> int:
+        """Return the length of the longest suffix of the text that a stop string begins with."""
         longest = max(map(len, self._stop), default=0)
-        for length in range(min(longest - 1, len(self._text) - self._sent), 0, -1):
-            if any(stop.startswith(self._text[-length:]) for stop in self._stop):
+        for length in range(min(longest - 1, len(self._decoded) - self._sent), 0, -1):
+            if any(stop.startswith(self._decoded[-length:]) for stop in self._stop):
                 return length
         return 0

@@ -1,5 +1,5 @@
-// The functions of csrc/cuda/device.cuh for a CPU: CPU threads for GPU threads, atomics for memory
-// orderings. The kernels built on them are the same sources.
+// The functions of csrc/cuda/device.cuh for a CPU. CPU threads emulate GPU threads, atomics emulate
+// memory orderings. The kernel sources are unchanged.
 #pragma once
 
 #include <atomic>
@@ -19,30 +19,32 @@
 
 namespace tpkernels::cuda {
 
-inline int thread() { return emulated::here.thread; }
-inline int threads() { return emulated::here.grid->threads; }
-inline int block() { return emulated::here.block; }
-inline int blocks() { return emulated::here.grid->blocks; }
+inline int thread() { return emulated::current_thread.thread; }
+inline int threads() { return emulated::current_thread.grid->threads; }
+inline int block() { return emulated::current_thread.block; }
+inline int blocks() { return emulated::current_thread.grid->blocks; }
 
 inline bool sync_block_or(bool value) {
-  ++emulated::here.counts.barriers;
-  return emulated::here.barrier->arrive_and_wait(value);
+  ++emulated::current_thread.counts.barriers;
+  return emulated::current_thread.barrier->arrive_and_wait(value);
 }
 inline void sync_block() { sync_block_or(false); }
 
 using emulated::kScratchFloats;
-inline int cluster_blocks() { return emulated::here.grid->cluster; }
+inline int cluster_blocks() { return emulated::current_thread.grid->cluster; }
 inline int block_in_cluster() { return block() % cluster_blocks(); }
-inline float* scratch() { return emulated::here.cluster->blocks[block_in_cluster()]->scratch; }
-
-inline void sync_cluster() {
-  ++emulated::here.counts.barriers;
-  if (emulated::loose) return sync_block();
-  emulated::here.cluster->barrier.arrive_and_wait(false);
+inline float* scratch() {
+  return emulated::current_thread.cluster->blocks[block_in_cluster()]->scratch;
 }
 
-inline void store_in_block(float* to, int block, float value) {
-  emulated::here.cluster->blocks[block]->scratch[to - scratch()] = value;
+inline void sync_cluster() {
+  ++emulated::current_thread.counts.barriers;
+  if (emulated::loose) return sync_block();
+  emulated::current_thread.cluster->barrier.arrive_and_wait(false);
+}
+
+inline void store_in_block(float* dst, int block, float value) {
+  emulated::current_thread.cluster->blocks[block]->scratch[dst - scratch()] = value;
 }
 
 inline void await_previous() {
@@ -52,7 +54,7 @@ inline void await_previous() {
 inline u64 clock_ns() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 inline void pause() { std::this_thread::yield(); }
 
-// The tests' negative controls remove one ordering.
+// Negative controls of the tests remove one ordering.
 #ifdef WITHOUT_ACQUIRE
 constexpr auto kAcquire = std::memory_order_relaxed;
 #else
@@ -69,12 +71,12 @@ inline u64 load_relaxed_sys(const u64* p) { return __atomic_load_n(p, __ATOMIC_R
 inline u64 load_relaxed_gpu(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 inline void store_relaxed_sys(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 inline void store_release_sys(u64* p, u64 v) {
-  ++emulated::here.counts.releases;
+  ++emulated::current_thread.counts.releases;
   if (emulated::fault == emulated::Fault::kLostWakeUp) return;
   __atomic_store_n(p, v, static_cast<int>(kRelease));
 }
 inline u64 add_acq_rel_gpu(u64* p, u64 v) {
-  ++emulated::here.counts.atomics;
+  ++emulated::current_thread.counts.atomics;
   return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL);
 }
 inline u64 max_relaxed_gpu(u64* p, u64 v) {
@@ -100,13 +102,13 @@ inline u64 checked(u64 address) {
 }
 inline u64 checked(const void* p) { return checked(reinterpret_cast<u64>(p)); }
 
-inline Pack load_pack(const void* from) { return *reinterpret_cast<const Pack*>(checked(from)); }
-inline void store_pack(void* to, Pack pack) {
+inline Pack load_pack(const void* src) { return *reinterpret_cast<const Pack*>(checked(src)); }
+inline void store_pack(void* dst, Pack pack) {
   if (emulated::fault == emulated::Fault::kMissingFence) {
     const auto& word = pack.word;
-    return emulated::late.push_back({to, {word[0], word[1], word[2], word[3]}});
+    return emulated::pending_stores.push_back({dst, {word[0], word[1], word[2], word[3]}});
   }
-  *reinterpret_cast<Pack*>(checked(to)) = pack;
+  *reinterpret_cast<Pack*>(checked(dst)) = pack;
 }
 
 inline void prefetch(const void*) {}
@@ -115,8 +117,8 @@ struct alignas(16) Line {
   u64 word[2];
 };
 
-inline Line load_line_sys(const Line* from) {
-  const auto* line = reinterpret_cast<const Line*>(checked(from));
+inline Line load_line_sys(const Line* src) {
+  const auto* line = reinterpret_cast<const Line*>(checked(src));
   Line seen{{load_relaxed_sys(&line->word[0]), load_relaxed_sys(&line->word[1])}};
   if (emulated::tearing == emulated::Tearing::kOneFlagPerLine) {
     seen.word[1] = (seen.word[1] & ~0xffffffffull) | (seen.word[0] & 0xffffffffull);
@@ -124,24 +126,24 @@ inline Line load_line_sys(const Line* from) {
   return seen;
 }
 
-// The two words come one after the other, in either order, and others run in between.
-inline void store_line_sys(Line* to, Line line) {
+// Stores the two words one after the other, in either order. Other threads run in between.
+inline void store_line_sys(Line* dst, Line line) {
   static thread_local unsigned stored = 0;
   const int first = ++stored % 3 == 0;
-  const auto let_others_run = [] {
+  const auto let_threads_run = [] {
     if (stored % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
   };
-  checked(to);
+  checked(dst);
   for (int i = 0; i < 2; ++i) {
-    const int at = i == 0 ? first : 1 - first;
+    const int index = i == 0 ? first : 1 - first;
     if (emulated::tearing == emulated::Tearing::kTornWords) {
-      auto* half = reinterpret_cast<unsigned*>(&to->word[at]);
-      __atomic_store_n(half, static_cast<unsigned>(line.word[at]), __ATOMIC_RELAXED);
-      let_others_run();
-      __atomic_store_n(half + 1, static_cast<unsigned>(line.word[at] >> 32), __ATOMIC_RELAXED);
+      auto* half = reinterpret_cast<unsigned*>(&dst->word[index]);
+      __atomic_store_n(half, static_cast<unsigned>(line.word[index]), __ATOMIC_RELAXED);
+      let_threads_run();
+      __atomic_store_n(half + 1, static_cast<unsigned>(line.word[index] >> 32), __ATOMIC_RELAXED);
     } else {
-      store_relaxed_sys(&to->word[at], line.word[at]);
-      let_others_run();
+      store_relaxed_sys(&dst->word[index], line.word[index]);
+      let_threads_run();
     }
   }
 }
@@ -152,16 +154,16 @@ inline float multiply(float a, float b) { return a * b; }
 inline float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
 inline float divide(float a, float b) { return a / b; }
 inline float square_root(float value) { return std::sqrt(value); }
-inline float widen_f16(unsigned short half) { return host::scalar::float_of_f16(half); }
-inline unsigned short round_f16(float value) { return host::scalar::f16_of(value); }
-inline unsigned short round_bf16(float value) { return host::scalar::bf16_of(value); }
+inline float widen_f16(unsigned short half) { return host::scalar::f16_to_float(half); }
+inline unsigned short round_f16(float value) { return host::scalar::to_f16(value); }
+inline unsigned short round_bf16(float value) { return host::scalar::to_bf16(value); }
 
-// Scratch is stored at once, by the thread that asks for it.
+// The calling thread stores the scratch synchronously.
 inline void fence_scratch() {}
-inline void store_scratch(u64 to, const float* from, unsigned bytes) {
-  for (unsigned at = 0; at < bytes; at += sizeof(Pack)) {
-    const void* pack = reinterpret_cast<const char*>(from) + at;
-    store_pack(reinterpret_cast<void*>(to + at), *static_cast<const Pack*>(pack));
+inline void store_scratch(u64 dst, const float* src, unsigned bytes) {
+  for (unsigned offset = 0; offset < bytes; offset += sizeof(Pack)) {
+    const void* pack = reinterpret_cast<const char*>(src) + offset;
+    store_pack(reinterpret_cast<void*>(dst + offset), *static_cast<const Pack*>(pack));
   }
 }
 inline void await_scratch_stores() {}

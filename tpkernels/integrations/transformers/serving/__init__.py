@@ -1,9 +1,10 @@
-"""``tpkernels serve``: OpenAI's HTTP interface to a model on several ranks.
+"""``tpkernels serve``: the OpenAI HTTP API for a model on several ranks.
 
-Rank 0 speaks HTTP; transformers' continuous batching generates on all ranks.
+Rank 0 serves HTTP. The continuous batching of transformers generates on all ranks.
 
-- `server`: the process that starts the ranks and watches them, and what each rank runs.
-- `app`: the HTTP routes. `api`: what clients send and get.
-- `batcher`: requests into transformers' manager, tokens out of it.
-- `choices`: the tokens of a batch and their log-probabilities, within transformers' step.
+- `server`: the process that starts and watches the ranks, and the function that each rank runs.
+- `app`: the HTTP routes. `api`: requests and replies.
+- `batcher`: adds requests to the transformers manager and receives its tokens.
+- `choices`: samples the tokens of a batch and computes log-probabilities, within the step of
+  transformers.
 """

@@ -1,15 +1,16 @@
-"""Requests into transformers' manager of continuous batching, and text out of it. Rank 0 only.
+"""Add requests to the continuous batching manager of transformers, and stream the generated text.
+Runs only on rank 0.
 
-Problem: the manager generates in a thread of its own; HTTP requests live in an event loop. A client
-may hang up at any moment, read slowly, or never; the generation may fail or be stopped.
+Problem: the manager generates in a separate thread, and HTTP requests run in an event loop. A
+client may disconnect at any time, or read slowly or not at all. Generation may fail or be stopped.
 
-Sync: the thread hands its outputs to the loop (`Router`). All else here runs in the loop, so no
-state is shared. An output has all tokens so far, and of each request only the latest is kept: a
-client that reads slowly costs no memory.
+Sync: the thread passes its outputs to the event loop (`Router`). Everything else runs in the loop,
+so no state is shared. An output contains all tokens so far, and only the latest output of a request
+is stored. A slow client therefore needs no additional memory.
 
-Invariant: a request is in `live` until its last output has come, or it was cancelled. An output of
-a request that is not in `live` cancels it once more: transformers forgets a cancellation that
-overtakes its request.
+Invariant: a request is in `live` until its last output has arrived or it was canceled. An output of
+a request that is not in `live` cancels the request again, because transformers ignores a
+cancellation that arrives before its request.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 
 from tpkernels.integrations.transformers.sampling import Logprob
-from tpkernels.integrations.transformers.serving.api import ApiError, TextPiece, Wanted
+from tpkernels.integrations.transformers.serving.api import AnswerDelta, AnswerSpec, ApiError
 from tpkernels.integrations.transformers.text_stream import TextStream
 
 if TYPE_CHECKING:
@@ -41,10 +42,10 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class Router(OutputRouter):
-    """Calls ``receive`` with outputs, in the event loop that runs now; None drops them.
+    """Calls ``receive`` with outputs in the running event loop, or drops them if it is None.
 
-    transformers' own router keeps, on every rank, all that nobody asks for: each token of each
-    request, with all tokens before it.
+    The default router of transformers stores, on every rank, all outputs that no caller fetches:
+    for each token of a request, all tokens before it.
     """
 
     def __init__(self, receive: Callable[[list[GenerationOutput]], object] | None = None) -> None:
@@ -57,12 +58,13 @@ class Router(OutputRouter):
 
     def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
         if self._receive is not None and self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and all requests with it
+            # Raised if the event loop has ended, and with it all requests.
+            with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._receive, outputs)
 
 
 class Metrics:
-    """The numbers of one server, in Prometheus' format."""
+    """Metrics of one server in the Prometheus format."""
 
     def __init__(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
         self._registry = CollectorRegistry()
@@ -88,8 +90,8 @@ class Metrics:
             gauge = Gauge(f"tpkernels_requests_{name}", meaning, registry=self._registry)
             gauge.set_function(count)
 
-    def text(self) -> bytes:
-        """Return all of them."""
+    def render(self) -> bytes:
+        """Return all metrics."""
         return generate_latest(self._registry)
 
 
@@ -97,12 +99,12 @@ class Metrics:
 class Batcher:
     """Generates text for requests."""
 
-    manager: ContinuousBatchingManager  #: not started yet
+    manager: ContinuousBatchingManager  #: a manager that was not started
     tokenizer: PreTrainedTokenizerFast
     _: KW_ONLY
-    end_tokens: Collection[int]  #: which end an answer
-    most: int  #: requests at a time, those that wait included
-    timeout: float  #: seconds for an answer
+    end_tokens: Collection[int]  #: tokens that end an answer
+    max_requests: int  #: max number of running and waiting requests
+    timeout: float  #: seconds per answer
 
     def __post_init__(self) -> None:
         self.live: dict[str, Answer] = {}
@@ -111,61 +113,63 @@ class Batcher:
         self.metrics = Metrics(lambda: self._count(True), lambda: self._count(False))
 
     def start(self) -> None:
-        """Start the generation; called in the event loop."""
+        """Start generation. Call it in the event loop."""
         self.manager.output_router = Router(self.receive)
         self.manager.start()
 
     def failure(self) -> str | None:
-        """Return why no text can be generated; None as long as it can."""
+        """Return the reason why generation has failed, or None while it runs."""
         error = self.manager.background_thread_status.fatal_error
         if error is not None:
             return f"{type(error).__name__}: {error}"
         return None if self.manager.is_running() else "the generation thread has ended"
 
-    def submit(self, wanted: Sequence[Wanted]) -> Answers:
-        """Add requests, all or none: raise ApiError if there are too many or none is taken any
-        more."""
-        if len(wanted) > self.most:
+    def submit(self, specs: Sequence[AnswerSpec]) -> Answers:
+        """Add all requests, or none: raise ApiError if there are too many or the server is
+        stopping."""
+        if len(specs) > self.max_requests:
             raise ApiError(
-                400, f"{len(wanted)} answers in one request; at most {self.most} are accepted"
+                400,
+                f"{len(specs)} answers in one request; at most {self.max_requests} are accepted",
             )
-        if len(self.live) + len(wanted) > self.most:
+        if len(self.live) + len(specs) > self.max_requests:
             raise ApiError(
                 429,
-                f"the server has {len(self.live)} of at most {self.most} requests; try again later",
+                f"the server has {len(self.live)} of at most {self.max_requests} requests; "
+                "try again later",
             )
         answers = Answers(self.timeout)
-        for each in wanted:
-            name = f"request-{next(self._numbers)}"
-            answer = Answer(self, name, len(answers.all), each, answers.arrived)
+        for spec in specs:
+            request_id = f"request-{next(self._numbers)}"
+            answer = Answer(self, request_id, len(answers.all), spec, answers.arrived)
             added = None
             if self.failure() is None:
                 added = self.manager.add_request(
-                    list(each.prompt.tokens),
-                    request_id=name,
-                    max_new_tokens=max(each.sampling.max_new_tokens, 1),
+                    list(spec.prompt.tokens),
+                    request_id=request_id,
+                    max_new_tokens=max(spec.sampling.max_new_tokens, 1),
                     streaming=True,
                     eos_token_id=list(self.end_tokens),
-                    sampling=each.sampling,
-                    logprobs=each.logprobs,
-                    scored=each.scored,
+                    sampling=spec.sampling,
+                    logprobs=spec.logprobs,
+                    scored=spec.scored,
                 )
             if added is None:
                 answers.close()
                 raise ApiError(*STOPPING)
-            self.live[name] = answer
+            self.live[request_id] = answer
             answers.all.append(answer)
-            self.metrics.prompt_tokens.inc(len(each.prompt.tokens))
+            self.metrics.prompt_tokens.inc(len(spec.prompt.tokens))
         return answers
 
-    def fail(self, status: int, why: str) -> None:
+    def fail(self, status: int, message: str) -> None:
         """End all answers with an error."""
         for answer in list(self.live.values()):
-            answer.end(status, why)
+            answer.end(status, message)
         self.live.clear()
 
     def receive(self, outputs: Sequence[Any]) -> None:
-        """Take outputs of the manager."""
+        """Process outputs of the manager."""
         for output in outputs:
             answer = self.live.get(output.request_id)
             if answer is not None:
@@ -176,39 +180,44 @@ class Batcher:
                 self.manager.cancel_request(output.request_id)
 
     def report(self, error: str) -> None:
-        """Log why requests have failed, once if it is the same for all."""
+        """Log an error of requests, unless it was the last logged error."""
         if error != self._reported:
             logging.getLogger("uvicorn.error").error("requests have failed: %s", error)
         self._reported = error
 
-    def forget(self, name: str) -> None:
+    def cancel(self, request_id: str) -> None:
         """Cancel a request unless it has ended."""
-        if self.live.pop(name, None) is not None:
-            self.manager.cancel_request(name)
+        if self.live.pop(request_id, None) is not None:
+            self.manager.cancel_request(request_id)
 
     def _count(self, begun: bool) -> int:
         return sum(bool(answer.tokens) is begun for answer in self.live.values())
 
 
 class Answer:
-    """What is generated for one prompt."""
+    """The answer to one prompt."""
 
     def __init__(
-        self, batcher: Batcher, name: str, index: int, wanted: Wanted, arrived: asyncio.Event
+        self,
+        batcher: Batcher,
+        request_id: str,
+        index: int,
+        spec: AnswerSpec,
+        arrived: asyncio.Event,
     ) -> None:
-        self._batcher, self._name, self._index = batcher, name, index
-        self._wanted, self._arrived = wanted, arrived
-        self._text = TextStream(batcher.tokenizer, wanted.stop, batcher.end_tokens)
+        self._batcher, self._request_id, self._index = batcher, request_id, index
+        self._spec, self._arrived = spec, arrived
+        self._stream = TextStream(batcher.tokenizer, spec.stop, batcher.end_tokens)
         self._begin = self._latest = time.monotonic()
         self._finished = False
-        self._error: tuple[int, str] | None = None  # its HTTP status and text
-        self._seen = self._sent = 0  # tokens in the text, and log-probabilities, of pieces
-        self._echo = wanted.prompt.echo or ""  # text that is still to be sent
+        self._error: tuple[int, str] | None = None  # HTTP status and message
+        self._seen = self._sent = 0  # numbers of tokens and of log-probabilities in previous deltas
+        self._echo = spec.prompt.echo or ""  # prompt text that was not sent yet
         self._logprobs: list[Logprob] = []
         self.tokens: list[int] = []
 
     def receive(self, output: GenerationOutput) -> None:
-        """Take an output; only in the event loop."""
+        """Process an output. Only in the event loop."""
         now, metrics = time.monotonic(), self._batcher.metrics
         new = len(output.generated_tokens) - len(self.tokens)
         if new > 0:
@@ -218,68 +227,67 @@ class Answer:
                 metrics.first_token_seconds.observe(now - self._begin)
             metrics.generated_tokens.inc(new)
             self._latest, self.tokens = now, output.generated_tokens
-            self._logprobs = self._wanted.kept(output.logprobs)
+            self._logprobs = self._spec.select_logprobs(output.logprobs)
         if output.error is not None:
             self._error = FAILED
             self._batcher.report(output.error)
         self._finished = output.is_finished()
         self._arrived.set()
 
-    def end(self, status: int, why: str) -> None:
+    def end(self, status: int, message: str) -> None:
         """End the answer with an error."""
-        self._error, self._finished = (status, why), True
+        self._error, self._finished = (status, message), True
         self._arrived.set()
 
-    def take(self) -> TextPiece | None:
-        """Return the text that has come since the last call, if any; the last piece has
-        `TextPiece.finish`. Raise ApiError if the generation failed."""
+    def next_delta(self) -> AnswerDelta | None:
+        """Return the new text since the last call, or None. The last delta has a finish reason.
+        Raise ApiError if generation failed."""
         if self._error is not None:
             raise ApiError(*self._error)
         last = self._finished
-        tokens = self.tokens[self._seen : self._wanted.sampling.max_new_tokens]
+        tokens = self.tokens[self._seen : self._spec.sampling.max_new_tokens]
         self._seen += len(tokens)
-        text = self._text.feed(tokens, last)
+        content = self._stream.feed(tokens, last)
         if self.tokens:
-            text, self._echo = self._echo + text, ""
-        finish = "stop" if self._text.stopped else "length" if last else None
-        if not (text or finish):
+            content, self._echo = self._echo + content, ""
+        finish = "stop" if self._stream.stopped else "length" if last else None
+        if not (content or finish):
             return None
         if finish:
             self.close()
         logprobs = self._logprobs[self._sent :]
         self._sent += len(logprobs)
-        return TextPiece(self._index, text, self._seen, finish, logprobs)
+        return AnswerDelta(self._index, content, self._seen, finish, logprobs)
 
     def close(self) -> None:
         """Cancel the request unless it has ended. Idempotent."""
-        self._batcher.forget(self._name)
+        self._batcher.cancel(self._request_id)
 
 
 class Answers:
-    """What is generated for one HTTP request. Close it, whatever happens."""
+    """The answers to one HTTP request. They must be closed in any case."""
 
     def __init__(self, timeout: float) -> None:
         self._begin, self._limit = time.monotonic(), timeout
-        self.arrived = asyncio.Event()  #: set when one of them has received something
+        self.arrived = asyncio.Event()  #: set when any answer has received an output
         self.all: list[Answer] = []
 
-    async def pieces(self) -> AsyncIterator[TextPiece]:
-        """Yield the texts as they are generated. Raise ApiError if the generation failed or took
-        too long."""
-        left = list(self.all)
-        while left:
+    async def deltas(self) -> AsyncIterator[AnswerDelta]:
+        """Yield text as it is generated. Raise ApiError if generation failed or timed out."""
+        unfinished = list(self.all)
+        while unfinished:
             seconds = self._begin + self._limit - time.monotonic()
             try:
                 await asyncio.wait_for(self.arrived.wait(), max(seconds, 0))
             except TimeoutError as error:
                 raise ApiError(504, f"the answer took longer than {self._limit:g} s") from error
             self.arrived.clear()
-            for answer in list(left):
-                piece = answer.take()
-                if piece is not None:
-                    yield piece
-                    if piece.finish:
-                        left.remove(answer)
+            for answer in list(unfinished):
+                delta = answer.next_delta()
+                if delta is not None:
+                    yield delta
+                    if delta.finish_reason:
+                        unfinished.remove(answer)
 
     def close(self) -> None:
         """Cancel the requests that have not ended. Idempotent."""

@@ -1,8 +1,8 @@
-"""The processes of ``tpkernels serve``: one starts the ranks and watches them; all ranks generate,
-and rank 0 also speaks HTTP.
+"""Processes of ``tpkernels serve``: one process starts and watches the ranks. All ranks generate,
+and rank 0 also serves HTTP.
 
-End: rank 0 stops on SIGTERM, or if the generation fails, and with the last message of transformers'
-loop the others stop too. A rank that dies or hangs fails the loop on the others.
+Shutdown: rank 0 stops on SIGTERM or if generation fails. The last message of the transformers loop
+stops its peers. If a rank dies or hangs, the loop fails on the remaining ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from tpkernels.common.text import counted
+from tpkernels.common.text import pluralize
 from tpkernels.integrations.transformers.loading import (
     LoadOptions,
     end_tokens,
@@ -44,26 +44,26 @@ _PRELOAD = [
     "fastapi",
     "uvicorn",
 ]
-# Bound how many prepared products oneDNN keeps, and torch in front of it. There is one for each
-# shape of a plain weight and number of rows, of half a MiB in bf16. By default they keep 1024, and
-# a rank grows by hundreds of MiB: its batches have all sizes. Preparing takes 1 ms.
-_CAPACITIES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"
-_WATCH_S = 0.5  # between two looks at the ranks
-_FAILED_S = 10.0  # for rank 0 to answer its clients after a rank has failed
-_FOLLOW_S = 2.0  # for the other ranks to end after rank 0
-_LEAVE_S = 15.0  # for rank 0 to end, in addition to the grace for its clients
-_PAGE_TOKENS = 64  # of the cache, which requests take page by page
-_BATCH_TOKENS = 512  # of prompts and answers in one step; a longer prompt takes several
-_PEER_S = 30.0  # for a rank that does not answer; the same as for the ops
-_STOP_S = 10.0  # for the generation to end
-_LOOK_S = 0.5  # between two looks at the generation
-_IDLE_S, _STOPPING_S = 1.0, 0.1  # between two rounds of idle ranks
-_REPLY_S = 3  # for clients to get the errors of answers that are cut off
+# Limit the number of primitives that oneDNN and torch cache. There is one primitive of 0.5 MiB
+# (bf16) per shape of a plain weight and number of rows. The default limit is 1024. Batches have all
+# sizes, so a rank would grow by hundreds of MiB. Creating a primitive takes 1 ms.
+_CACHE_VARIABLES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"
+_WATCH_S = 0.5  # interval between checks of the ranks
+_FAILED_S = 10.0  # time for rank 0 to send errors to its clients after a rank has failed
+_FOLLOW_S = 2.0  # time for the remaining ranks to end after rank 0
+_LEAVE_S = 15.0  # time for rank 0 to end, added to the grace period of its clients
+_PAGE_TOKENS = 64  # tokens per cache page
+_BATCH_TOKENS = 512  # max tokens per step; a longer prompt needs several steps
+_PEER_S = 30.0  # timeout for a peer, equal to the timeout of the ops
+_STOP_S = 10.0  # time for generation to end
+_POLL_S = 0.5  # interval between checks of generation
+_IDLE_S, _STOPPING_S = 1.0, 0.1  # interval between rounds of idle ranks
+_REPLY_S = 3  # time to send the errors of interrupted answers
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What ``tpkernels serve`` was asked for. See its options."""
+    """Options of ``tpkernels serve``."""
 
     model: LoadOptions
     name: str
@@ -80,40 +80,42 @@ class ServerOptions:
 
 
 def serve(options: ServerOptions, *, ranks: int, threads: int, host: str, port: int) -> None:
-    """Serve until SIGINT or SIGTERM, on which running requests get ``options.grace`` seconds. A
-    second signal ends everything at once.
+    """Serve until SIGINT or SIGTERM. Running requests then get ``options.grace`` seconds. A second
+    signal ends the server immediately.
 
     Raises:
         UsageError: the address cannot be used.
         RankError: a rank failed.
-        KeyboardInterrupt: the second signal.
+        KeyboardInterrupt: a second signal arrived.
     """
-    with _bound(host, port) as listener, _blocked(signal.SIGTERM) as unblock:
+    with _bind(host, port) as listener, _block_signal(signal.SIGTERM) as unblock:
         fork_server(_PRELOAD)
         with (
             Ranks(ranks, threads=threads, env=limits(), shared=listener) as started,
-            _passed_on(started.pids[0]) as stopping,
+            _forward_signals(started.pids[0]) as stopping,
         ):
             listener.close()
             unblock()
             started.submit(run_rank, options)
-            outcomes = _outcomes(started, stopping, options.grace)
+            outcomes = _wait_for_ranks(started, stopping, options.grace)
             failed = [outcome for outcome in outcomes if not outcome.ok]
-            # The signal may end rank 0 before it serves; the others fail without it.
-            if failed and not (stopping.asked and outcomes[0].exitcode == -signal.SIGTERM):
-                failed.sort(key=lambda outcome: outcome.exitcode is None)  # the dead come first
-                parts = [f"serve failed on {len(failed)} of {ranks} ranks"]
-                raise RankError("\n\n".join([*parts, *started.describe(failed)]), outcomes)
+            # The signal may end rank 0 before it serves. The remaining ranks then fail.
+            if failed and not (stopping.requested and outcomes[0].exitcode == -signal.SIGTERM):
+                # Dead ranks first: they have an exit code.
+                failed.sort(key=lambda outcome: outcome.exitcode is None)
+                sections = [f"serve failed on {len(failed)} of {ranks} ranks"]
+                raise RankError("\n\n".join([*sections, *started.describe(failed)]), outcomes)
 
 
 def limits() -> dict[str, str]:
-    """Return environment of the ranks that bounds their memory, where the user has set none."""
-    return {name: os.environ.get(name, "64") for name in _CAPACITIES}
+    """Return environment variables that limit the memory of the ranks, unless the user has set
+    them."""
+    return {name: os.environ.get(name, "64") for name in _CACHE_VARIABLES}
 
 
 @contextlib.contextmanager
-def _bound(host: str, port: int) -> Iterator[socket.socket]:
-    """Bind a socket to an address, before anything slow begins."""
+def _bind(host: str, port: int) -> Iterator[socket.socket]:
+    """Bind a socket to an address, before any slow initialization."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -131,15 +133,16 @@ def _bound(host: str, port: int) -> Iterator[socket.socket]:
 
 
 @contextlib.contextmanager
-def _blocked(number: signal.Signals) -> Iterator[Callable[[], object]]:
-    """Let a signal wait until the end of the block, or a call of what it yields. A supervisor may
-    send SIGTERM to all its processes: it must not end the fork server, nor ranks other than 0,
-    which inherit the mask."""
+def _block_signal(number: signal.Signals) -> Iterator[Callable[[], object]]:
+    """Block a signal until the ``with`` block ends or the yielded function is called. A supervisor
+    may send SIGTERM to all its processes. The signal must not end the fork server or ranks other
+    than 0, and they inherit the mask."""
 
     def unblock() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
 
-    resource_tracker.ensure_running()  # the fork server starts it, and it would unblock SIGTERM
+    # Otherwise the fork server would start the tracker, and that unblocks SIGTERM.
+    resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     try:
         yield unblock
@@ -148,37 +151,39 @@ def _blocked(number: signal.Signals) -> Iterator[Callable[[], object]]:
 
 
 @contextlib.contextmanager
-def _passed_on(rank_0: int) -> Iterator[SimpleNamespace]:
-    """Pass SIGINT and SIGTERM on to rank 0, and note in ``stopping.asked`` that one has come."""
-    stopping = SimpleNamespace(asked=False)
+def _forward_signals(rank_0: int) -> Iterator[SimpleNamespace]:
+    """Forward SIGINT and SIGTERM to rank 0, and set ``stopping.requested``."""
+    stopping = SimpleNamespace(requested=False)
 
-    def ask(*_: object) -> None:
-        if stopping.asked:
+    def request_stop(*_: object) -> None:
+        if stopping.requested:
             raise KeyboardInterrupt
-        stopping.asked = True
+        stopping.requested = True
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank_0, signal.SIGTERM)
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    old_handlers = {
+        number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield stopping
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
 
 
-def _outcomes(ranks: Ranks, stopping: SimpleNamespace, grace: float) -> list[Outcome]:
-    """Return the outcomes, once all ranks have ended or have had the time to."""
+def _wait_for_ranks(ranks: Ranks, stopping: SimpleNamespace, grace: float) -> list[Outcome]:
+    """Return the outcomes when all ranks have ended, or at a deadline."""
     deadline = math.inf
     while True:
         outcomes = ranks.collect(_WATCH_S)
-        late = [outcome.rank for outcome in outcomes if outcome.timed_out]
+        running = [outcome.rank for outcome in outcomes if outcome.timed_out]
         now = time.monotonic()
-        if len(late) < ranks.world:
-            deadline = min(deadline, now + (_FAILED_S if 0 in late else _FOLLOW_S))
-        elif stopping.asked:
+        if len(running) < ranks.world:
+            deadline = min(deadline, now + (_FAILED_S if 0 in running else _FOLLOW_S))
+        elif stopping.requested:
             deadline = min(deadline, now + grace + _LEAVE_S)
-        if not late or now > deadline:
+        if not running or now > deadline:
             return outcomes
 
 
@@ -186,17 +191,17 @@ def _outcomes(ranks: Ranks, stopping: SimpleNamespace, grace: float) -> list[Out
 
 
 def run_rank(options: ServerOptions, shared: socket.socket) -> None:
-    """Serve on ``shared``, a bound socket, until rank 0 is told to stop. Raise RuntimeError if the
+    """Serve on ``shared``, a bound socket, until rank 0 is stopped. Raise RuntimeError if
     generation failed."""
-    first = dist.get_rank() == 0
-    if first:
+    is_rank_0 = dist.get_rank() == 0
+    if is_rank_0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    tokenizer = load_tokenizer(options.model.path) if first else None
-    dist.barrier()  # a GGUF file's tokenizer may take longer than ranks wait for one another
+    tokenizer = load_tokenizer(options.model.path) if is_rank_0 else None
+    dist.barrier()  # loading the tokenizer of a GGUF file may take longer than the peer timeout
     model = load_model(options.model)
     manager = make_manager(model, options)
     _report_once(manager)
-    if first:
+    if is_rank_0:
         asyncio.run(_serve_http(options, model, tokenizer, manager, shared))
     else:
         from tpkernels.integrations.transformers.serving.batcher import Router
@@ -217,13 +222,13 @@ def run_rank(options: ServerOptions, shared: socket.socket) -> None:
 
 
 def make_manager(model: PreTrainedModel, options: ServerOptions) -> ContinuousBatchingManager:
-    """Return a manager of transformers, with a cache of a fixed size. Collective."""
+    """Return a transformers manager with a cache of fixed size. Collective."""
     import transformers
 
     from tpkernels.integrations.transformers.serving.choices import Choices, Scheduler
 
     manager = model.init_continuous_batching(
-        # Each request has its own end tokens and limits.
+        # Requests pass their end tokens and limits.
         transformers.GenerationConfig(do_sample=False, eos_token_id=-1),
         transformers.ContinuousBatchingConfig(
             page_size=_PAGE_TOKENS,
@@ -233,7 +238,7 @@ def make_manager(model: PreTrainedModel, options: ServerOptions) -> ContinuousBa
             cpu_group_timeout=_PEER_S,
             disable_nccl_graph_mixing=False,
             scheduler_type=Scheduler.__name__,
-            # Tokens are chosen by their requests' values, which a graph cannot do.
+            # Sampling depends on values of the requests, so it cannot run in a graph.
             use_cuda_graph=False,
             use_async_batching=False,
         ),
@@ -243,10 +248,13 @@ def make_manager(model: PreTrainedModel, options: ServerOptions) -> ContinuousBa
 
 
 class _Wake(threading.Event):
-    """What the loop of a rank without requests waits for, for ``seconds`` at most. Then it asks
-    rank 0 for requests, in a collective of gloo. transformers waits 0.1 s, on all ranks, which
-    takes 2.6 % of a core with two of them (AMD EPYC (Zen 1), 2026-11-27). Here rank 0 waits for
-    longer, and the others wait in the collective: a request, which wakes rank 0, starts at once."""
+    """The event that the transformers loop of an idle rank waits for, at most ``seconds`` long.
+
+    After the wait, the rank asks rank 0 for requests in a gloo collective. transformers waits 0.1 s
+    on all ranks, and two idle ranks then use 2.6 % of a core (AMD EPYC (Zen 1), 2026-11-27). Here
+    rank 0 waits longer, and its peers wait in the collective. A new request wakes rank 0, so it
+    starts immediately.
+    """
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -257,16 +265,16 @@ class _Wake(threading.Event):
 
 
 def _report_once(manager: ContinuousBatchingManager) -> None:
-    """Keep the manager from printing what `run_rank` raises: it logs the error that ends its loop,
-    and often fails again while it tells the other ranks."""
+    """Keep the manager from printing errors that `run_rank` raises: it logs the error that ends its
+    loop, and often fails again while it notifies its peers."""
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
-    report = threading.excepthook
+    default_hook = threading.excepthook
 
-    def other(args: threading.ExceptHookArgs) -> None:
+    def hook(args: threading.ExceptHookArgs) -> None:
         if manager.background_thread_status.fatal_error is None:
-            report(args)
+            default_hook(args)
 
-    threading.excepthook = other
+    threading.excepthook = hook
 
 
 async def _serve_http(
@@ -280,25 +288,25 @@ async def _serve_http(
 
     manager._wake_up_loop = wake = _Wake(_IDLE_S)
     longest = model.config.max_position_embeddings
-    most = min(options.max_length or longest, longest, options.cache_tokens)
+    max_length = min(options.max_length or longest, longest, options.cache_tokens)
     end = tokenizer.eos_token_id
     batcher = Batcher(
         manager,
         tokenizer,
         end_tokens=frozenset([*end_tokens(model), *([] if end is None else [end])]),
-        most=options.max_requests + options.max_waiting,
+        max_requests=options.max_requests + options.max_waiting,
         timeout=options.request_timeout,
     )
-    prompts = Prompts(tokenizer, vocabulary=model.config.vocab_size, most=most)
+    prompts = Prompts(tokenizer, vocabulary=model.config.vocab_size, max_length=max_length)
 
     async def watch() -> None:
-        """End the server if the generation has failed, and all answers then, or when those of a
-        server that stops have had their time."""
-        limit = math.inf
-        while batcher.failure() is None and time.monotonic() < limit:
-            await asyncio.sleep(_LOOK_S)
-            if server.should_exit and limit == math.inf:
-                limit = time.monotonic() + options.grace
+        """Stop the server and end all answers if generation fails. While the server stops, end the
+        remaining answers after the grace period."""
+        deadline = math.inf
+        while batcher.failure() is None and time.monotonic() < deadline:
+            await asyncio.sleep(_POLL_S)
+            if server.should_exit and deadline == math.inf:
+                deadline = time.monotonic() + options.grace
         batcher.fail(*(STOPPING if batcher.failure() is None else FAILED))
         server.should_exit = True
 
@@ -307,10 +315,10 @@ async def _serve_http(
         batcher.start()
         watching = asyncio.create_task(watch())
         host, port = listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
+        url_host = f"[{host}]" if ":" in host else host
         print(
-            f"Serving {options.name} on http://{shown}:{port} with "
-            f"{counted(dist.get_world_size(), 'rank')}; at most {most} tokens per request",
+            f"Serving {options.name} on http://{url_host}:{port} with "
+            f"{pluralize(dist.get_world_size(), 'rank')}; at most {max_length} tokens per request",
             flush=True,
         )
         yield
@@ -326,7 +334,7 @@ async def _serve_http(
         timeout_graceful_shutdown=options.grace + _REPLY_S,
     )
     server = uvicorn.Server(config)
-    # uvicorn stops on SIGTERM, and raises it once more at its end, which would kill this rank.
+    # uvicorn stops on SIGTERM and raises the signal again at its end. That would kill this rank.
     signal.signal(signal.SIGTERM, lambda *_: None)
     await server.serve(sockets=[listener])
     wake.seconds = _STOPPING_S

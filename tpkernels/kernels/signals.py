@@ -1,9 +1,12 @@
-"""Words, clocks and pauses: what depends on whether a GPU or Triton's interpreter runs a kernel.
+"""Signals, clocks and pauses: the operations that differ between a GPU and the Triton interpreter.
 
-Words are stored and polled by one thread of a program, or one for each receiver, in PTX: every
-thread would do a load of Triton's own, and its stores take no memory order. Before a store there is
-a barrier of the program. It is part of the PTX: Triton keeps no loads in flight from one tile to
-the next in a loop with a barrier of its own. After a poll the caller puts a barrier.
+One thread of a program stores or polls a signal, in inline PTX. A store to all ranks uses one
+thread per rank. Inline PTX is necessary because ``tl.load`` would run in every thread, and
+``tl.store`` has no memory order.
+
+A barrier of the program precedes every store. It is part of the PTX, because a
+``tl.debug_barrier`` in a loop would keep Triton from having loads in flight across iterations.
+After a poll the caller adds a barrier.
 """
 
 from __future__ import annotations
@@ -14,8 +17,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import num_threads
 
-THREADS = tl.constexpr(128)  # of a program, at least (kernels/configs.py); a group has <= 72 ranks
-POLLS = tl.constexpr(64)  # polls of a word between two looks for failure
+THREADS = tl.constexpr(128)  # min threads per program (kernels/configs.py); max 72 ranks per group
+POLLS = tl.constexpr(64)  # polls of a signal between two checks for failure
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 if INTERPRETED.value:
@@ -27,7 +30,7 @@ if INTERPRETED.value:
         time.sleep(int(nanoseconds.handle.data.item()) * 1e-9)
 
     def yield_core() -> None:
-        """Let another rank run: there may be more ranks than cores."""
+        """Yield the CPU core, because ranks may outnumber cores."""
         time.sleep(0)
 
 else:
@@ -38,7 +41,7 @@ else:
 
     @triton.jit
     def pause_for(nanoseconds):
-        """Spin in PTX: a loop of Triton's would keep its compiler from specialising warps."""
+        """Spin in PTX: a Triton loop would prevent warp specialization."""
         tl.inline_asm_elementwise(
             """{
             .reg .pred p; .reg .b64 begin; .reg .b64 passed;
@@ -59,12 +62,12 @@ else:
 
 
 @triton.jit
-def store_release(word, value, allowed):
-    """Store a word by one thread, if it is ``allowed`` to, at system scope. Not an atomic: between
-    GPUs that are connected by PCIe only, the link may not have them."""
+def store_release(signal, value, allowed):
+    """Store a signal if ``allowed``, with one thread: release, system scope. On GPUs this is not an
+    atomic, because a PCIe link between GPUs may not support atomics."""
     if INTERPRETED:
         if allowed:
-            tl.atomic_xchg(word, value, sem="release", scope="sys")
+            tl.atomic_xchg(signal, value, sem="release", scope="sys")
     else:
         tl.inline_asm_elementwise(
             f"""{{
@@ -76,20 +79,20 @@ def store_release(word, value, allowed):
             @first st.release.sys.global.u64 [$1], $2;
             mov.u32 $0, 0;
             }}""",
-            "=r,l,l,r", [word.to(tl.int64), value, allowed.to(tl.int32)], tl.int32, is_pure=False,
+            "=r,l,l,r", [signal.to(tl.int64), value, allowed.to(tl.int32)], tl.int32, is_pure=False,
             pack=1,
         )  # fmt: skip
 
 
 @triton.jit
-def store_release_at_all(regions, world, offset, value, allowed):
-    """Store it in all ranks' regions, ``offset`` bytes from their start, by a thread for each rank:
-    the releases wait for the stores before them at the same time."""
+def store_release_to_all(regions, world, offset, value, allowed):
+    """Store a signal at byte ``offset`` of the region of every rank, with one thread per rank, so
+    that the releases wait for the preceding stores concurrently."""
     if INTERPRETED:
         if allowed:
             for rank in range(world):
-                word = (tl.load(regions + rank) + offset).to(tl.pointer_type(tl.int64))
-                tl.atomic_xchg(word, value, sem="release", scope="sys")
+                signal = (tl.load(regions + rank) + offset).to(tl.pointer_type(tl.int64))
+                tl.atomic_xchg(signal, value, sem="release", scope="sys")
     else:
         tl.inline_asm_elementwise(
             f"""{{
@@ -114,9 +117,9 @@ def store_release_at_all(regions, world, offset, value, allowed):
 
 
 @triton.jit
-def poll(word, value):
-    """Poll a word by one thread until it has the value, at most POLLS times. The caller reads the
-    word once more: by an atomic, whose result all threads share."""
+def poll(signal, value):
+    """Poll a signal with one thread until it equals ``value``, at most POLLS times. The caller then
+    reads the signal with an atomic, so that all threads get the same value."""
     if INTERPRETED:
         yield_core()
     else:
@@ -138,16 +141,16 @@ def poll(word, value):
             DONE:
             mov.u32 $0, 0;
             }""",
-            "=r,l,l,r", [word.to(tl.int64), value, tl.full((), POLLS, tl.int32)], tl.int32,
+            "=r,l,l,r", [signal.to(tl.int64), value, tl.full((), POLLS, tl.int32)], tl.int32,
             is_pure=False, pack=1,
         )  # fmt: skip
 
 
 @triton.jit
-def load_acquire(words, wanted):
-    """Read the words that are ``wanted``, each by its own thread, at system scope; else 0."""
+def load_acquire(signals, mask):
+    """Load the signals selected by ``mask``, one per thread: acquire, system scope; 0 elsewhere."""
     if INTERPRETED:
-        return tl.atomic_add(words, 0, mask=wanted, sem="acquire", scope="sys")
+        return tl.atomic_add(signals, 0, mask=mask, sem="acquire", scope="sys")
     else:
         return tl.inline_asm_elementwise(
             """{
@@ -156,22 +159,23 @@ def load_acquire(words, wanted):
             mov.u64 $0, 0;
             @p ld.acquire.sys.global.u64 $0, [$1];
             }""",
-            "=&l,l,r", [words.to(tl.int64), wanted.to(tl.int32)], tl.int64, is_pure=False, pack=1,
+            "=&l,l,r", [signals.to(tl.int64), mask.to(tl.int32)], tl.int64, is_pure=False, pack=1,
         )  # fmt: skip
 
 
 @triton.jit
-def any_lacks(words, wanted, value):
-    """Return whether a ``wanted`` word has another value. Acquire, for all threads."""
-    seen = load_acquire(words, wanted)
-    lacking = tl.max(tl.where(wanted & (seen != value), 1, 0), 0) != 0
-    tl.debug_barrier()  # some threads have acquired, all threads read
-    return lacking
+def any_missing(signals, mask, value):
+    """Return whether any signal selected by ``mask`` differs from ``value``. Acquire, for all
+    threads of the program."""
+    seen = load_acquire(signals, mask)
+    missing = tl.max(tl.where(mask & (seen != value), 1, 0), 0) != 0
+    tl.debug_barrier()  # some threads have acquired; all threads read data next
+    return missing
 
 
 @triton.jit
-def load_by_one(word):
-    """Read a word of the host's memory in the thread that does atomics; 0 in the others."""
+def load_in_one_thread(word):
+    """Load a word of host memory in the thread that runs atomics; 0 in all remaining threads."""
     if INTERPRETED:
         return tl.load(word, volatile=True)
     else:
@@ -190,7 +194,7 @@ def load_by_one(word):
 
 @triton.jit
 def fence_async_proxy():
-    """Order a wait before TMA reads of the data that it guards: TMA uses another proxy."""
+    """Order a wait before TMA reads of the awaited data, because TMA uses the async proxy."""
     if not INTERPRETED:
         tl.inline_asm_elementwise(
             "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1
@@ -199,15 +203,17 @@ def fence_async_proxy():
 
 @triton.jit
 def await_bulk_stores():
-    """Return when the bulk stores (TMA) that this thread has issued are complete. Needed before a
-    release of what they stored: a release orders accesses of the generic proxy, and what Triton
-    has waited for is only that the source in shared memory has been read (`wait_group.read`).
+    """Wait until the TMA bulk stores issued by this thread are complete.
 
-    `wait_group` without `.read` returns when the writes are visible to the thread that issued them,
-    in the generic proxy too: a bulk copy's completion implies a fence between the proxies (PTX ISA,
-    "Async proxy"). The barrier before a word is stored passes them on to the thread that stores it,
-    and that thread's release to whoever acquires the word. All threads wait, each for its own:
-    which one issues is Triton's choice."""
+    This wait must precede the release that publishes the stored data. A release orders accesses of
+    the generic proxy only, and Triton waits only until the source in shared memory has been read
+    (`wait_group.read`).
+
+    `wait_group` without `.read` returns when the writes are visible to the issuing thread, in the
+    generic proxy as well: the completion of a bulk copy implies a proxy fence (PTX ISA, "Async
+    proxy"). The barrier before a signal store makes the writes visible to the signaling thread. Its
+    release makes them visible to the thread that acquires the signal. All threads wait, because
+    Triton decides which thread issues a store."""
     if not INTERPRETED:
         tl.inline_asm_elementwise(
             "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1
