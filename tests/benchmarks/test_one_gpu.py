@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.one_gpu import __main__ as campaign
-from benchmarks.one_gpu import cache, report, virtual
+from benchmarks.one_gpu import cache, report, tiles, virtual
 from benchmarks.one_gpu.stages import Result, Stage
 from tests.support.paths import ROOT
 from tests.support.tiers import thorough
+from tpkernels.kernels.configs import assume_device, config_for
 from tpkernels.qualification.schedule import VIRTUAL, Topology, schedule
 
 BROKEN = "tests.support.broken_stage"
@@ -107,6 +109,15 @@ def test_unknown_stages_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         campaign.main(["--only", "tiles,tile"])
     assert "--only has unknown stages: tile; expected facts, virtual" in capsys.readouterr().err
+
+
+def test_the_tile_stage_times_several_configs() -> None:
+    device = torch.device("cuda")
+    with assume_device(90, 132):
+        for m in (64, 4096):
+            tried = tiles._configs(device, m, 4096)
+            assert tried["table"] == config_for(device, torch.bfloat16, m, 4096)
+            assert len(set(tried.values())) >= 6
 
 
 def rows(stage: str, *results: dict[str, Any], ended: str = "done") -> Result:
