@@ -58,14 +58,17 @@ def markdown(results: Sequence[Result]) -> str:
     lines = [
         f"# One GPU: {find_card(results)}",
         "",
-        f"{date.today().isoformat()}, by `python -m benchmarks.one_gpu`. {shown}.",
+        f"`python -m benchmarks.one_gpu`, {date.today().isoformat()}. {shown}.",
         "",
-        "Times are medians. Virtual ranks share one GPU: their times contain no link.",
+        "Times are medians. Virtual ranks share one GPU, so their times include no link.",
         "",
         "## Stages",
         "",
         *_markdown_table(
-            [("stage", "ended", "s", "rows", "bad", "compiled"), *map(_stage_row, results)]
+            [
+                ("stage", "status", "seconds", "rows", "failed rows", "kernels compiled"),
+                *map(_stage_row, results),
+            ]
         ),
     ]
     for title, table in _tables(results):
@@ -99,9 +102,9 @@ def _tables(results: Sequence[Result]) -> Iterable[tuple[str, Table]]:
     if rows := _rows(results, "overlap"):
         yield "Overlap", _overlap(rows)
     if rows := _rows(results, "tiles"):
-        yield "Tile loop: TFLOP/s, and the fastest configuration", _tiles(rows)
+        yield "Tile loop: TFLOP/s and fastest config", _tiles(rows)
     if rows := _rows(results, "latency"):
-        yield "All-reduce in a graph, us", _latency(rows)
+        yield "All-reduce in a CUDA graph, us", _latency(rows)
     if rows := [row for row in _rows(results, "host") if "host us" in row]:
         columns = "host us", "graph us"
         yield "Warm calls of one rank", _columns(rows, columns)
@@ -129,7 +132,7 @@ def _overlap(rows: Sequence[Row]) -> Table:
 
 
 def _tiles(rows: Sequence[Row]) -> Table:
-    table: Table = [("case", "torch.mm", "table", "best", "configuration", "best / torch.mm")]
+    table: Table = [("case", "torch.mm", "table", "best", "best config", "best / torch.mm")]
     for case in dict.fromkeys(row["case"] for row in rows):
         rates = {
             row["config"]: row["tflops"]
