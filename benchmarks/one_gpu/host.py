@@ -26,9 +26,9 @@ def cases(machine: Machine) -> Iterator[Case]:
     m, n, k = machine.choose(_SHAPE, _REHEARSED)
     x, w = machine.random(m, k, seed=1), machine.random(n, k, seed=2).t()
     for op in OPS:
-        factors = (x,) if op == "all_reduce" else (x, w)
+        operands = (x,) if op == "all_reduce" else (x, w)
         for algorithm in ALGORITHMS:
-            yield f"{op} {algorithm}", partial(_op, machine, op, algorithm, factors)
+            yield f"{op} {algorithm}", partial(_op, machine, op, algorithm, operands)
     yield "all_reduce of torch.distributed", partial(_torch, machine, x)
 
 
@@ -42,9 +42,9 @@ def _group(machine: Machine) -> dist.ProcessGroup:
     return group
 
 
-def _op(machine: Machine, op: str, algorithm: str, factors: tuple[torch.Tensor, ...]) -> Row:
+def _op(machine: Machine, op: str, algorithm: str, operands: tuple[torch.Tensor, ...]) -> Row:
     group = _group(machine)
-    run = partial(getattr(tpkernels, op), *factors, group, algorithm=algorithm)
+    run = partial(getattr(tpkernels, op), *operands, group, algorithm=algorithm)
     try:
         run()
     except NotImplementedError as error:

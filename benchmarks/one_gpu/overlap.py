@@ -28,7 +28,7 @@ from tpkernels.kernels.signals import clock, pause_for
 from tpkernels.qualification.checks import CheckedCall
 from tpkernels.qualification.virtual import Launch, Results, VirtualRanks
 from tpkernels.symm.device import FLAGS_OFFSET
-from tpkernels.symm.streams import SideStream
+from tpkernels.symm.streams import SideStreams
 
 LINK = 450e9  # bytes per second in one direction: NVLink of an H100
 _WORLD = 8
@@ -108,14 +108,14 @@ def _gather(machine: Machine, m: int, n: int, k: int) -> Row:
     workspace = VirtualRanks(_WORLD, machine.device, 256, forked=False).workspaces[0]
     launch = gather.prepared.bind(workspace, 7)
     link = _link(gather, rows, k, workspace.state[FLAGS_OFFSET:])
-    side = SideStream(machine.device)
+    side_streams = SideStreams(machine.device)
 
     def fused() -> None:
-        side.fork()
-        with side.current():
+        side_streams.fork()
+        with side_streams.current():
             link.copy(x, gathered)
         launch(gathered, w, None, out)
-        side.join()
+        side_streams.join()
 
     link.reset()
     fused()
@@ -161,7 +161,7 @@ def _halves(machine: Machine, op: str, shape: tuple[int, int, int]) -> Row:
     ) as virtual_ranks:
         ranks, launches, operands = virtual_ranks
         row: Row = {"error": run_once(ranks, launches, operands)}
-        gemms = [_gemm(*inputs.factors) for inputs in operands]
+        gemms = [_gemm(*inputs.tensor_args) for inputs in operands]
         if machine.kind == "stub":
             ranks.load(gemms)
         if machine.is_gpu and not row["error"]:

@@ -33,28 +33,28 @@ Tensor contiguous(const py::object& object) {
 
 void bind_direct(py::module_& m) {
   py::class_<host::Routing, std::shared_ptr<host::Routing>>(m, "Routing")
-      .def(py::init([](const py::object& experts, std::vector<std::size_t> tokens,
+      .def(py::init([](const py::object& topk_ids, std::vector<std::size_t> tokens,
                        const std::vector<std::size_t>& experts_per_rank) {
-             const Tensor ids = contiguous(experts);
+             const Tensor ids = contiguous(topk_ids);
              return host::Routing(data_ptr(ids), ids.dtype.bits == 64,
                                   static_cast<std::size_t>(ids.shape[1]), std::move(tokens),
                                   experts_per_rank);
            }),
-           py::arg("experts"), py::arg("tokens"), py::arg("experts_per_rank"))
+           py::arg("topk_ids"), py::arg("tokens"), py::arg("experts_per_rank"))
       .def_readonly("counts", &host::Routing::counts)
       .def_readonly("rows", &host::Routing::rows);
   py::class_<Collective, std::shared_ptr<Collective>>(m, "Collective")
-      .def(
-          py::init([](const py::object& channel, std::shared_ptr<host::Segments> segments,
-                      std::uint32_t signature, std::string description, const std::string& name,
-                      host::ShardLayout layout, host::ShardLayout out_layout, std::size_t largest) {
-            host::Shards shards{std::move(layout), std::move(out_layout), largest};
-            return std::make_shared<Collective>(channel, std::move(segments), signature,
-                                                std::move(description), name, std::move(shards));
-          }),
-          py::arg("channel"), py::arg("segments"), py::arg("signature"), py::arg("description"),
-          py::arg("name"), py::arg_v("layout", host::ShardLayout{}, "..."),
-          py::arg_v("out_layout", host::ShardLayout{}, "..."), py::arg("largest") = 0)
+      .def(py::init([](const py::object& channel, std::shared_ptr<host::Segments> segments,
+                       std::uint32_t signature, std::string description, const std::string& name,
+                       host::ShardLayout layout, host::ShardLayout out_layout,
+                       std::size_t max_slice_numel) {
+             host::Shards shards{std::move(layout), std::move(out_layout), max_slice_numel};
+             return std::make_shared<Collective>(channel, std::move(segments), signature,
+                                                 std::move(description), name, std::move(shards));
+           }),
+           py::arg("channel"), py::arg("segments"), py::arg("signature"), py::arg("description"),
+           py::arg("name"), py::arg_v("layout", host::ShardLayout{}, "..."),
+           py::arg_v("out_layout", host::ShardLayout{}, "..."), py::arg("max_slice_numel") = 0)
       .def(
           "run",
           [](const Collective& self, const py::object& x, const py::object& out,
@@ -82,7 +82,7 @@ void bind_direct(py::module_& m) {
       .def(py::init<std::shared_ptr<Collective>, const Arguments&, bool, py::tuple, bool, bool,
                     bool, double>(),
            py::arg("collective"), py::arg("arguments"), py::kw_only(), py::arg("in_place"),
-           py::arg("shape"), py::arg("multiplies"), py::arg("gathers"), py::arg("return_gathered"),
+           py::arg("shape"), py::arg("has_matmul"), py::arg("gathers"), py::arg("return_gathered"),
            py::arg("eps"));
 }
 
@@ -93,14 +93,14 @@ host::WeightLayout parse_layout(const std::string& layout) {
                                : host::WeightLayout::kRows;
 }
 
-void bind_product(py::module_& m) {
+void bind_matmul(py::module_& m) {
   m.attr("PANEL_COLUMNS") = host::Matmul::kPanelColumns;
   m.def("matmul", &matmul, py::arg("x"), py::arg("w"));
   m.def("make_columns_kernel", &make_columns_kernel, py::arg("run"));
   m.def(
-      "multiplies",
+      "has_matmul_kernel",
       [](int dtype, const std::string& layout, std::size_t rows) {
-        return multiplies(static_cast<host::DType>(dtype), parse_layout(layout), rows);
+        return has_matmul_kernel(static_cast<host::DType>(dtype), parse_layout(layout), rows);
       },
       py::arg("dtype"), py::arg("layout"), py::arg("rows"));
   m.def("multiply", &multiply, py::arg("x"), py::arg("w"), py::arg("out"), py::arg("bias"),
@@ -175,7 +175,7 @@ void bind_kernels(py::module_& m) {
 void tpkernels::bind_calls(pybind11::module_& m) {
   using namespace calls;
   m.def("empty", &empty, py::arg("shape"), py::arg("dtype"));
-  bind_product(m);
+  bind_matmul(m);
   bind_group_calls(m);
   bind_kernels(m);
   bind_direct(m);

@@ -66,10 +66,10 @@ void Collective::run(const Tensor& x, const Tensor& out, const host::Epilogue& e
     const auto address = reinterpret_cast<std::uintptr_t>(in.data);
     std::tie(in.segment, in.offset) = segments_->locate(address, num_bytes(x));
   }
-  const host::Operands operands{in,       data_ptr(out), num_elements(x), get_dtype(x),
-                                epilogue, norm,          routing,         data_ptr(weights)};
+  const host::CollectiveArgs args{in,       data_ptr(out), num_elements(x), get_dtype(x),
+                                  epilogue, norm,          routing,         data_ptr(weights)};
   const GilReleased released;
-  run_(channel_, {signature_, description_}, operands, shards_);
+  run_(channel_, {signature_, description_}, args, shards_);
 }
 
 void weigh_rows(const Tensor& rows, const Tensor& places, const Tensor& weights,
@@ -113,15 +113,15 @@ void weigh_rows(const Tensor& rows, const Tensor& places, const Tensor& weights,
 }
 
 Direct::Direct(std::shared_ptr<const Collective> collective, const Arguments& arguments,
-               bool in_place, py::tuple shape, bool multiplies, bool gathers, bool return_gathered,
+               bool in_place, py::tuple shape, bool has_matmul, bool gathers, bool return_gathered,
                double eps)
     : collective_(std::move(collective)),
       bias_(arguments.index("bias")),
       residual_(arguments.index("residual")),
-      norm_weight_(arguments.index(multiplies ? "norm_weight" : "weight")),
+      norm_weight_(arguments.index(has_matmul ? "norm_weight" : "weight")),
       in_place_(in_place),
       shape_(std::move(shape)),
-      multiplies_(multiplies),
+      has_matmul_(has_matmul),
       gathers_(gathers),
       return_gathered_(return_gathered),
       eps_(eps) {}
@@ -136,7 +136,7 @@ bool Direct::accepts(const Slots& slots, const Tensor& x) const {
 }
 
 py::object Direct::run(const Slots& slots, const Tensor& x) const {
-  if (gathers_ && multiplies_) return gather_and_multiply(slots, x);
+  if (gathers_ && has_matmul_) return gather_and_multiply(slots, x);
   if (in_place_) {
     collective_->run(x, x, make_epilogue(x));
     return py::none();
@@ -154,7 +154,7 @@ py::object Direct::run(const Slots& slots, const Tensor& x) const {
   }
   if (get_optional(slots, residual_) != Py_None) residual = tensor(get_optional(slots, residual_));
   py::object out = in;
-  if (multiplies_) {
+  if (has_matmul_) {
     in = linear(in, x, slots[1]);
     partial = tensor(in);
     out = collective_->keeps_shape() ? in : empty_like(in, shape_);  // may overwrite the partial

@@ -59,10 +59,10 @@ void weigh_rows(const Tensor& rows, const Tensor& places, const Tensor& weights,
 // other calls.
 class Direct final : public BoundCall {
  public:
-  // `shape` is the shape of the local output of the collective. `multiplies`: the op has a matmul,
+  // `shape` is the shape of the local output of the collective. `has_matmul`: the op has a matmul,
   // and its second argument is the weight, or a list of weights if it `gathers`.
   Direct(std::shared_ptr<const Collective> collective, const Arguments& arguments, bool in_place,
-         pybind11::tuple shape, bool multiplies, bool gathers, bool return_gathered, double eps);
+         pybind11::tuple shape, bool has_matmul, bool gathers, bool return_gathered, double eps);
 
   bool accepts(const Slots& slots, const Tensor& x) const override;
   pybind11::object run(const Slots& slots, const Tensor& x) const override;
@@ -74,7 +74,7 @@ class Direct final : public BoundCall {
   int bias_, residual_, norm_weight_;  // slots, or -1
   bool in_place_;
   pybind11::tuple shape_;
-  bool multiplies_;
+  bool has_matmul_;
   bool gathers_;
   bool return_gathered_;
   double eps_;

@@ -35,11 +35,11 @@ pybind11::object make_kernel(std::shared_ptr<Arguments> arguments, pybind11::obj
 // its peers wait for. The group of that name is then broken, and the peers are notified.
 template <class F>
 pybind11::object breaking_if_interrupted(PyObject* group, F&& f) {
-  static PyObject* const breaks = import_static("tpkernels.groups", "break_if_interrupted");
+  static PyObject* const break_group = import_static("tpkernels.groups", "break_if_interrupted");
   try {
     return f();
   } catch (const pybind11::error_already_set& error) {
-    checked(PyObject_CallFunctionObjArgs(breaks, group, error.value().ptr(), nullptr));
+    checked(PyObject_CallFunctionObjArgs(break_group, group, error.value().ptr(), nullptr));
     throw;
   }
 }

@@ -320,7 +320,7 @@ void parallel_for(std::int64_t count, std::int64_t grain, RangeFunction function
   }
 }
 
-bool multiplies(DType dtype, WeightLayout layout, std::size_t rows) {
+bool has_matmul_kernel(DType dtype, WeightLayout layout, std::size_t rows) {
   constexpr std::size_t kLarge = 4096;
   return has_threads() &&
          host::select_kernel({rows, kLarge, kLarge}, dtype, layout, dtype).multiply;

@@ -37,7 +37,7 @@ void parallel_for(std::int64_t count, std::int64_t grain, RangeFunction function
 constexpr std::int32_t kPackedDims = 3;
 
 // Whether the extension has a kernel for large weights, `rows` rows and the dtype of x as output.
-bool multiplies(host::DType dtype, host::WeightLayout layout, std::size_t rows);
+bool has_matmul_kernel(host::DType dtype, host::WeightLayout layout, std::size_t rows);
 
 // Rows and columns of a full matmul, of which a call computes one chunk. The full shape selects the
 // kernel, so the result does not depend on the chunking.

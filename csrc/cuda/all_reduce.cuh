@@ -43,15 +43,15 @@ template <int D>
 TPK_DEVICE void sum_slice(const Peers& peers, const AllReduce& call, Range segment, Range slice) {
   const u64 in = dtype_size(D), out = dtype_size(call.epilogue.out_dtype);
   const auto partials = [&](int r) {
-    return r == peers.space.rank ? to_address(call.x) + segment.first * in
-                                 : slot_address(peers, call, peers.space.rank, r);
+    return r == peers.workspace.rank ? to_address(call.x) + segment.first * in
+                                     : slot_address(peers, call, peers.workspace.rank, r);
   };
   Epilogue epilogue = call.epilogue;
   if (epilogue.residual != nullptr) {
     const u64 size = dtype_size(epilogue.residual_dtype);
     epilogue.residual = static_cast<const char*>(epilogue.residual) + segment.first * size;
   }
-  sum_range<D>(partials, peers.space.world, to_address(call.out) + segment.first * out,
+  sum_range<D>(partials, peers.workspace.world, to_address(call.out) + segment.first * out,
                segment.first, slice.first - segment.first, slice.last - segment.first, epilogue,
                thread(), threads());
 }
@@ -64,7 +64,7 @@ TPK_DEVICE u64 result_address(const Peers& peers, const AllReduce& call, int ran
 
 template <int D>
 TPK_DEVICE void two_shot_reduce(const Peers& peers, const AllReduce& call) {
-  const int rank = peers.space.rank, world = peers.space.world;
+  const int rank = peers.workspace.rank, world = peers.workspace.world;
   const int partials_signal = kTiles + block(), results_signal = partials_signal + blocks();
   const u64 size = dtype_size(call.epilogue.out_dtype);
   const Range local_slice = block_slice(call, rank);

@@ -11,7 +11,7 @@ using i64 = long long;
 constexpr int kF32 = 0, kF16 = 1, kBF16 = 2;
 
 // The workspace of a group: DeviceWorkspace in tpkernels/symm/device.py.
-struct Space {
+struct Workspace {
   const u64* regions;  // address of the region of each rank
   u64* state;
   u64* control;
@@ -62,19 +62,19 @@ struct Rows {
   int dtype;
 };
 
-// Shards of a tensor with `row` elements per row. Rank r holds or receives rows
+// Shards of a tensor with `cols` columns. Rank r holds or receives rows
 // [starts[r], starts[r+1]).
 struct Shards {
   const void* x;      // all-gather: local rows; reduce-scatter: partial of all rows
   void* out;          // all-gather: all rows; reduce-scatter: local rows
   const int* starts;  // world + 1 entries
-  u64 row;
+  u64 cols;
   int wire;           // dtype of x
   u64 slot_bytes;     // buffer space for the data from one rank
   Epilogue epilogue;  // reduce-scatter only
 };
 
-// MoE dispatch and combine of rows with `row` elements. Rank r owns tokens
+// MoE dispatch and combine of rows with `cols` elements. Rank r owns tokens
 // [token_offsets[r], token_offsets[r+1]). Its experts own the positions
 // [rank_offsets[r], rank_offsets[r+1]) of the expert-sorted order. An assignment is
 // token * k + slot.
@@ -88,7 +88,7 @@ struct Routed {
   const int* token_offsets;        // world + 1 entries
   int k;
   u64 max_rows;  // capacity in rows of the experts of a rank
-  u64 row;
+  u64 cols;
   int dtype;
 };
 

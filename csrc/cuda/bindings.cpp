@@ -82,9 +82,10 @@ void bind_struct(py::module_& m, const char* name, Members Struct::*... members)
 
 // Binds the argument structs of the kernels.
 void bind_arguments(py::module_& m) {
-  bind_struct(m, "Space", &Space::regions, &Space::state, &Space::control, &Space::rank,
-              &Space::world, &Space::signature, &Space::timeout_ns, &Space::signals,
-              &Space::buffers_offset, &Space::buffer_stride, &Space::seed, &Space::chaos);
+  bind_struct(m, "Workspace", &Workspace::regions, &Workspace::state, &Workspace::control,
+              &Workspace::rank, &Workspace::world, &Workspace::signature, &Workspace::timeout_ns,
+              &Workspace::signals, &Workspace::buffers_offset, &Workspace::buffer_stride,
+              &Workspace::seed, &Workspace::chaos);
   bind_struct(m, "Epilogue", &Epilogue::out_dtype, &Epilogue::bias, &Epilogue::cols,
               &Epilogue::bias_dtype, &Epilogue::residual, &Epilogue::residual_dtype);
   bind_struct(m, "AllReduce", &AllReduce::x, &AllReduce::out, &AllReduce::count, &AllReduce::wire,
@@ -93,11 +94,11 @@ void bind_arguments(py::module_& m) {
   bind_struct(m, "RmsNorm", &RmsNorm::normed, &RmsNorm::weight, &RmsNorm::cols,
               &RmsNorm::weight_dtype, &RmsNorm::eps);
   bind_struct(m, "Rows", &Rows::x, &Rows::count, &Rows::dtype);
-  bind_struct(m, "Shards", &Shards::x, &Shards::out, &Shards::starts, &Shards::row, &Shards::wire,
+  bind_struct(m, "Shards", &Shards::x, &Shards::out, &Shards::starts, &Shards::cols, &Shards::wire,
               &Shards::slot_bytes, &Shards::epilogue);
   bind_struct(m, "Routed", &Routed::x, &Routed::out, &Routed::permutation,
               &Routed::inverse_permutation, &Routed::weights, &Routed::rank_offsets,
-              &Routed::token_offsets, &Routed::k, &Routed::max_rows, &Routed::row, &Routed::dtype);
+              &Routed::token_offsets, &Routed::k, &Routed::max_rows, &Routed::cols, &Routed::dtype);
   bind_struct(m, "Litmus", &Litmus::report, &Litmus::records, &Litmus::round, &Litmus::bytes);
   bind_struct(m, "Signal", &Signal::rank, &Signal::index);
   py::class_<SumPartials>(m, "SumPartials").def(py::init(&make_sum));
@@ -143,8 +144,8 @@ void tpkernels::bind_cuda(pybind11::module_& m) {
            py::arg("cluster") = 1, py::arg("early") = false)
       .def("copy", &Kernels::copy, py::arg("stream"), py::arg("dst"), py::arg("src"),
            py::arg("nbytes"), ReleaseGil())
-      .def("set_flag", &Kernels::set_flag, py::arg("stream"), py::arg("space"), py::arg("index"),
-           py::arg("captured"), ReleaseGil())
+      .def("set_flag", &Kernels::set_flag, py::arg("stream"), py::arg("workspace"),
+           py::arg("index"), py::arg("captured"), ReleaseGil())
       .def("streams_write", &Kernels::streams_write);
   m.attr("MAX_WORLD") = kMaxWorld;
   m.attr("MAX_RESULTS") = kMaxResults;

@@ -168,8 +168,8 @@ TPK_DEVICE void store_line_sys(Line* dst, Line line) {
                : "memory");
 }
 
-TPK_DEVICE float float_of(unsigned bits) { return __uint_as_float(bits); }
-TPK_DEVICE unsigned bits_of(float value) { return __float_as_uint(value); }
+TPK_DEVICE float bits_to_float(unsigned bits) { return __uint_as_float(bits); }
+TPK_DEVICE unsigned float_to_bits(float value) { return __float_as_uint(value); }
 
 // The compiler never contracts this multiplication into a fused multiply-add.
 TPK_DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }

@@ -88,14 +88,14 @@ void Kernels::copy(Stream stream, Address dst, Address src, std::size_t bytes) c
   driver().check(driver().copy_async(dst, src, bytes, stream_handle(stream)), "cuMemcpyAsync");
 }
 
-void Kernels::set_flag(Stream stream, const Space& space, int index, bool captured) {
-  if (captured || !streams_write_) return launch("call_flag", stream, {}, space, index);
+void Kernels::set_flag(Stream stream, const Workspace& workspace, int index, bool captured) {
+  if (captured || !streams_write_) return launch("call_flag", stream, {}, workspace, index);
   const ContextGuard guard(context_);
-  const auto address = reinterpret_cast<Address>(space.state + kStateFlags + index);
+  const auto address = reinterpret_cast<Address>(workspace.state + kStateFlags + index);
   const int code = driver().write_value(stream_handle(stream), address, kFlagSet, 0);
   if (code != kNotSupported) return driver().check(code, "cuStreamWriteValue64");
   streams_write_ = false;
-  launch("call_flag", stream, {}, space, index);
+  launch("call_flag", stream, {}, workspace, index);
 }
 
 }  // namespace tpkernels::cuda

@@ -24,30 +24,30 @@ const Image& embedded_image();
 
 // Kernels: name, threads per block, argument types.
 // clang-format off
-#define TPK_KERNELS(each)                                                       \
-  each(two_shot_all_reduce, kReduceThreads, Space, AllReduce)                   \
-  each(ll_all_reduce, kLLThreads, Space, AllReduce)                             \
-  each(ll_two_shot_all_reduce, kLLThreads, Space, AllReduce)                    \
-  each(two_shot_all_reduce_rms_norm, kRowThreads, Space, AllReduce, RmsNorm)    \
-  each(ll_all_reduce_rms_norm, kRowThreads, Space, AllReduce, RmsNorm)          \
-  each(ll_two_shot_all_reduce_rms_norm, kRowThreads, Space, AllReduce, RmsNorm) \
-  each(rms_norm_of_rows, kRowThreads, Rows, RmsNorm)                            \
-  each(one_shot_all_gather, kReduceThreads, Space, Shards)                      \
-  each(one_shot_reduce_scatter, kReduceThreads, Space, Shards)                  \
-  each(ll_all_gather, kLLThreads, Space, Shards)                                \
-  each(ll_reduce_scatter, kLLThreads, Space, Shards)                            \
-  each(routed_dispatch, kReduceThreads, Space, Routed)                          \
-  each(routed_combine, kReduceThreads, Space, Routed)                           \
-  each(sum_of_partials, kSumThreads, SumPartials)                               \
-  each(litmus_messages, kReduceThreads, Space, Litmus)                          \
-  each(litmus_words, kLLThreads, Space, Litmus)                                 \
-  each(litmus_bulk, kReduceThreads, Space, Litmus)                              \
-  each(call_barrier, kSignalThreads, Space)                                     \
-  each(call_begin, kSignalThreads, Space, int)                                  \
-  each(call_publish, kSignalThreads, Space, Signal)                             \
-  each(call_flag, kSignalThreads, Space, int)                                   \
-  each(call_wait, kSignalThreads, Space, Signal)                                \
-  each(call_end, kEndThreads, Space, Results)
+#define TPK_KERNELS(each)                                                           \
+  each(two_shot_all_reduce, kReduceThreads, Workspace, AllReduce)                   \
+  each(ll_all_reduce, kLLThreads, Workspace, AllReduce)                             \
+  each(ll_two_shot_all_reduce, kLLThreads, Workspace, AllReduce)                    \
+  each(two_shot_all_reduce_rms_norm, kRowThreads, Workspace, AllReduce, RmsNorm)    \
+  each(ll_all_reduce_rms_norm, kRowThreads, Workspace, AllReduce, RmsNorm)          \
+  each(ll_two_shot_all_reduce_rms_norm, kRowThreads, Workspace, AllReduce, RmsNorm) \
+  each(rms_norm_of_rows, kRowThreads, Rows, RmsNorm)                                \
+  each(one_shot_all_gather, kReduceThreads, Workspace, Shards)                      \
+  each(one_shot_reduce_scatter, kReduceThreads, Workspace, Shards)                  \
+  each(ll_all_gather, kLLThreads, Workspace, Shards)                                \
+  each(ll_reduce_scatter, kLLThreads, Workspace, Shards)                            \
+  each(routed_dispatch, kReduceThreads, Workspace, Routed)                          \
+  each(routed_combine, kReduceThreads, Workspace, Routed)                           \
+  each(sum_of_partials, kSumThreads, SumPartials)                                   \
+  each(litmus_messages, kReduceThreads, Workspace, Litmus)                          \
+  each(litmus_words, kLLThreads, Workspace, Litmus)                                 \
+  each(litmus_bulk, kReduceThreads, Workspace, Litmus)                              \
+  each(call_barrier, kSignalThreads, Workspace)                                     \
+  each(call_begin, kSignalThreads, Workspace, int)                                  \
+  each(call_publish, kSignalThreads, Workspace, Signal)                             \
+  each(call_flag, kSignalThreads, Workspace, int)                                   \
+  each(call_wait, kSignalThreads, Workspace, Signal)                                \
+  each(call_end, kEndThreads, Workspace, Results)
 // clang-format on
 
 // Shape of a launch. An early launch (programmatic dependent launch) may start while the preceding
@@ -80,7 +80,7 @@ class Kernels {
   // Sets a flag after the preceding work of the stream (cuda/sync.cuh): with a stream write if the
   // device supports it, otherwise with a kernel. Captures always use a kernel, because a driver
   // that cannot record stream writes would invalidate the capture.
-  void set_flag(Stream stream, const Space& space, int index, bool captured);
+  void set_flag(Stream stream, const Workspace& workspace, int index, bool captured);
 
   // Whether streams write flags outside captures. Initialized from the device attribute; false
   // after the driver has rejected a write.

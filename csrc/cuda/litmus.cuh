@@ -59,7 +59,7 @@ TPK_DEVICE void compare(const Litmus& litmus, int source, u64 index, const Pack&
 
 TPK_DEVICE void compare(const Peers& peers, const Litmus& litmus, int source, u64 index,
                         const Pack& seen, u64& checked) {
-  compare(litmus, source, index, seen, make_pattern(litmus, source, peers.space.rank, index),
+  compare(litmus, source, index, seen, make_pattern(litmus, source, peers.workspace.rank, index),
           checked);
 }
 
@@ -76,7 +76,7 @@ TPK_DEVICE Pack* slot_packs(const Peers& peers, const Litmus& litmus, int rank, 
 // peer.
 template <class Push>
 TPK_DEVICE void exchange_with_signals(const Peers& peers, const Litmus& litmus, const Push& push) {
-  const int rank = peers.space.rank, world = peers.space.world, signal = kTiles + block();
+  const int rank = peers.workspace.rank, world = peers.workspace.world, signal = kTiles + block();
   const Range slice = block_packs(litmus);
   for (int i = 1; i < world; ++i) push((rank + i) % world);
   publish_to_all(peers, signal);
@@ -93,7 +93,7 @@ TPK_DEVICE void exchange_with_signals(const Peers& peers, const Litmus& litmus, 
 }
 
 TPK_DEVICE void exchange_messages(const Peers& peers, const Litmus& litmus) {
-  const int rank = peers.space.rank;
+  const int rank = peers.workspace.rank;
   const Range slice = block_packs(litmus);
   exchange_with_signals(peers, litmus, [&](int peer) {
     for (u64 index = slice.first + thread(); index < slice.last; index += threads()) {
@@ -106,7 +106,7 @@ TPK_DEVICE void exchange_messages(const Peers& peers, const Litmus& litmus) {
 #ifdef TPK_SM_90
 TPK_DEVICE void exchange_bulk(const Peers& peers, const Litmus& litmus) {
   constexpr u64 kBatch = kScratchFloats / 4;  // packs per bulk copy
-  const int rank = peers.space.rank;
+  const int rank = peers.workspace.rank;
   const Range slice = block_packs(litmus);
   auto* batch = reinterpret_cast<Pack*>(scratch());
   exchange_with_signals(peers, litmus, [&](int peer) {
@@ -129,7 +129,7 @@ TPK_DEVICE void exchange_bulk(const Peers& peers, const Litmus& litmus) {
 #endif
 
 TPK_DEVICE void exchange_ll_packs(const Peers& peers, const Litmus& litmus) {
-  const int rank = peers.space.rank, world = peers.space.world;
+  const int rank = peers.workspace.rank, world = peers.workspace.world;
   const Chunk chunk{0, litmus.bytes};
   const u64 num_packs = count_packs(litmus.bytes);
   delay(peers, thread());

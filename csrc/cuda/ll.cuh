@@ -115,7 +115,7 @@ TPK_DEVICE void send_pack(const Peers& peers, int peer, const Chunk& chunk, u64 
     Line line;
     line.word[0] = static_cast<u64>(pack.word[2 * half]) << 32 | epoch;
     line.word[1] = static_cast<u64>(pack.word[2 * half + 1]) << 32 | epoch;
-    store_line_sys(line_pointer(peers, peer, peers.space.rank, chunk, index, half), line);
+    store_line_sys(line_pointer(peers, peer, peers.workspace.rank, chunk, index, half), line);
   }
 }
 
@@ -124,7 +124,7 @@ TPK_DEVICE Lines load_lines(const Peers& peers, int source, const Chunk& chunk, 
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
     seen.half[half] =
-        load_line_sys(line_pointer(peers, peers.space.rank, source, chunk, index, half));
+        load_line_sys(line_pointer(peers, peers.workspace.rank, source, chunk, index, half));
   }
   return seen;
 }
@@ -151,10 +151,11 @@ TPK_DEVICE Pack to_pack(const Lines& seen) {
 // Pauses after a poll that found lines of `late_source` missing. The first poll was at time
 // `begin`. Returns false if a wait has failed.
 TPK_DEVICE bool keep_polling(const Peers& peers, int late_source, int polls, u64 begin) {
-  const Space& space = peers.space;
-  if (polls % kPollsPerCheck == 1 && load_status(space) != 0) return false;
+  const Workspace& workspace = peers.workspace;
+  if (polls % kPollsPerCheck == 1 && load_status(workspace) != 0) return false;
   if (polls % kPollsPerFailureCheck == 0) {
-    const u64 entered = load_relaxed_sys(signal_pointer(peers, space.rank, late_source, kEntered));
+    const u64 entered =
+        load_relaxed_sys(signal_pointer(peers, workspace.rank, late_source, kEntered));
     check_for_failure(peers, late_source, entered, begin);
   }
   pause();
@@ -187,7 +188,7 @@ TPK_DEVICE void push_packs_to(const Peers& peers, int peer, const Chunk& chunk, 
 // Pushes up to P packs of a chunk to every peer, starting at pack `first`.
 template <int P>
 TPK_DEVICE void push_packs(const Peers& peers, const Chunk& chunk, u64 first) {
-  const int rank = peers.space.rank, world = peers.space.world;
+  const int rank = peers.workspace.rank, world = peers.workspace.world;
   const u64 num_packs = count_packs(chunk.bytes);
   Pack packs[P];
   load_chunk<P>(packs, chunk, first);
@@ -214,7 +215,7 @@ TPK_DEVICE void push_to_all(const Peers& peers, const Chunk& chunk) {
 template <int P, class ChunkFor>
 TPK_DEVICE void push_per_peer(const Peers& peers, u64 max_packs, const ChunkFor& chunk_for) {
   constexpr int kBatch = 4;
-  const int rank = peers.space.rank, world = peers.space.world;
+  const int rank = peers.workspace.rank, world = peers.workspace.world;
   delay(peers, thread());
   for (u64 first = global_thread() * P; first < max_packs; first += global_threads() * P) {
 #pragma unroll 1
@@ -245,7 +246,7 @@ TPK_DEVICE void push_per_peer(const Peers& peers, u64 max_packs, const ChunkFor&
 template <int P>
 TPK_DEVICE bool receive_from(const Peers& peers, int source, const Chunk& chunk, u64 first,
                              Pack (&packs)[P]) {
-  const bool waits = (peers.space.chaos & 1) == 0;
+  const bool waits = (peers.workspace.chaos & 1) == 0;
   u64 start = 0;
   bool arrived = true;
 #pragma unroll 1
@@ -270,7 +271,7 @@ TPK_DEVICE bool receive_from(const Peers& peers, int source, const Chunk& chunk,
 template <int P, int N, class ChunkFor>
 TPK_DEVICE int load_all_lines(const Peers& peers, u64 first, int begin, const ChunkFor& chunk_for,
                               Lines (&seen)[N]) {
-  const int rank = peers.space.rank, world = peers.space.world;
+  const int rank = peers.workspace.rank, world = peers.workspace.world;
   bool awaited[N];
 #pragma unroll
   for (int k = 0; k < N; ++k) {
@@ -293,8 +294,8 @@ TPK_DEVICE int load_all_lines(const Peers& peers, u64 first, int begin, const Ch
 template <int P, class ChunkFor, class Consume>
 TPK_DEVICE bool receive(const Peers& peers, u64 first, const ChunkFor& chunk_for,
                         const Consume& consume) {
-  const int rank = peers.space.rank, world = peers.space.world;
-  const bool waits = (peers.space.chaos & 1) == 0;
+  const int rank = peers.workspace.rank, world = peers.workspace.world;
+  const bool waits = (peers.workspace.chaos & 1) == 0;
   bool arrived = true;
   for (int begin = 0; begin < world; begin += kPackBatch / P) {
     Lines seen[kPackBatch];
@@ -445,7 +446,7 @@ TPK_DEVICE TwoShotPlan plan_two_shot(const AllReduce& call) {
 template <int D>
 TPK_DEVICE bool sum_segment(const Peers& peers, const TwoShotPlan& plan) {
   const AllReduce& call = plan.call;
-  const int rank = peers.space.rank;
+  const int rank = peers.workspace.rank;
   push_per_peer<kVector / kLanes<D>>(peers, count_packs(call.segment * dtype_size(D)),
                                      [&](int owner) { return plan.partial_chunk(owner); });
   const u64 begin = segment_range(call, rank).first;
@@ -457,7 +458,7 @@ TPK_DEVICE bool sum_segment(const Peers& peers, const TwoShotPlan& plan) {
 // fewer bytes than one-shot, but adds a second latency. `out` may be x: a sum overwrites a local
 // partial only after the partial has been sent.
 TPK_DEVICE void ll_two_shot_reduce(const Peers& peers, const AllReduce& call) {
-  const int rank = peers.space.rank;
+  const int rank = peers.workspace.rank;
   const TwoShotPlan plan = plan_two_shot(call);
   const auto peer_chunk = [&](int owner) {
     return owner == rank ? Chunk{0, 0} : plan.sum_chunk(owner);
@@ -474,7 +475,7 @@ TPK_DEVICE void ll_two_shot_reduce(const Peers& peers, const AllReduce& call) {
 // Returns the max number of packs of a shard with rows of `row_bytes`.
 TPK_DEVICE u64 max_shard_packs(const Peers& peers, const Shards& shards, u64 row_bytes) {
   u64 max_packs = 0;
-  for (int r = 0; r < peers.space.world; ++r) {
+  for (int r = 0; r < peers.workspace.world; ++r) {
     const u64 num_packs = count_packs(length(shard_range(shards, r, row_bytes)));
     max_packs = num_packs > max_packs ? num_packs : max_packs;
   }
@@ -483,23 +484,23 @@ TPK_DEVICE u64 max_shard_packs(const Peers& peers, const Shards& shards, u64 row
 
 template <int D>
 TPK_DEVICE void ll_scatter(const Peers& peers, const Shards& shards) {
-  const u64 row_bytes = shards.row * dtype_size(D);
+  const u64 row_bytes = shards.cols * dtype_size(D);
   const auto chunk_for = [&](int rank) {
     const Range shard = shard_range(shards, rank, row_bytes);
     return Chunk{to_address(shards.x) + shard.first, length(shard)};
   };
   push_per_peer<kVector / kLanes<D>>(peers, max_shard_packs(peers, shards, row_bytes), chunk_for);
-  const int rank = peers.space.rank;
-  const u64 begin = shard_range(shards, rank, shards.row).first;
+  const int rank = peers.workspace.rank;
+  const u64 begin = shard_range(shards, rank, shards.cols).first;
   sum_arriving<D>(peers, chunk_for(rank), to_address(shards.out), begin, shards.epilogue);
 }
 
 TPK_DEVICE void ll_gather(const Peers& peers, const Shards& shards) {
-  const u64 row_bytes = shards.row * dtype_size(shards.wire);
+  const u64 row_bytes = shards.cols * dtype_size(shards.wire);
   const auto chunk_for = [&](int rank) {
     return Chunk{to_address(shards.x), length(shard_range(shards, rank, row_bytes))};
   };
-  const Chunk local_chunk = chunk_for(peers.space.rank);
+  const Chunk local_chunk = chunk_for(peers.workspace.rank);
   push_to_all<1>(peers, local_chunk);
   delay(peers, thread() + 1);
   const u64 num_packs = max_shard_packs(peers, shards, row_bytes);
@@ -515,12 +516,12 @@ TPK_DEVICE void ll_gather(const Peers& peers, const Shards& shards) {
 }
 
 // Begins a call of one launch without a barrier: `usable` may differ between threads.
-TPK_DEVICE Peers enter_ll(const Space& space) {
-  const Peers peers = current_call(space, load_status(space) == 0);
+TPK_DEVICE Peers enter_ll(const Workspace& workspace) {
+  const Peers peers = current_call(workspace, load_status(workspace) == 0);
   if (block() == 0 && peers.usable) {
-    for (int i = 1 + thread(); i < space.world; i += threads()) {
-      const int peer = (space.rank + i) % space.world;
-      store_relaxed_sys(signal_pointer(peers, peer, space.rank, kEntered), peers.signal_value);
+    for (int i = 1 + thread(); i < workspace.world; i += threads()) {
+      const int peer = (workspace.rank + i) % workspace.world;
+      store_relaxed_sys(signal_pointer(peers, peer, workspace.rank, kEntered), peers.signal_value);
     }
   }
   return peers;
@@ -528,10 +529,10 @@ TPK_DEVICE Peers enter_ll(const Space& space) {
 
 // Ends a call like `finish`, but without an acquire, because no data depends on these signals.
 TPK_DEVICE bool finish_ll(const Peers& peers) {
-  const Space& space = peers.space;
+  const Workspace& workspace = peers.workspace;
   if (block() == 0) {
-    for (int i = 1 + thread(); i < space.world; i += threads()) {
-      await_signal(peers, (space.rank + i) % space.world, kEntered,
+    for (int i = 1 + thread(); i < workspace.world; i += threads()) {
+      await_signal(peers, (workspace.rank + i) % workspace.world, kEntered,
                    [](const u64* src) { return load_relaxed_sys(src); });
     }
   }

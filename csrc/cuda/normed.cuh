@@ -92,7 +92,7 @@ TPK_DEVICE void store_packs(u64 dst, const Pack (&src)[kVectorPacks<D>]) {
 template <int D>
 TPK_DEVICE void push_segments(const Peers& peers, const AllReduce& call, u64 cols) {
   constexpr int kBatch = 4;
-  const int rank = peers.space.rank, world = peers.space.world;
+  const int rank = peers.workspace.rank, world = peers.workspace.world;
   const auto source_address = [&](int peer, u64 i) {
     return to_address(call.x) + (segment_range(call, peer).first + i) * dtype_size(D);
   };
@@ -124,12 +124,12 @@ TPK_DEVICE void push_segments(const Peers& peers, const AllReduce& call, u64 col
 template <int D>
 TPK_DEVICE void sum_vector(const Peers& peers, const AllReduce& call, Range segment, u64 i,
                            float (&x)[kVector]) {
-  const int rank = peers.space.rank;
+  const int rank = peers.workspace.rank;
   const auto partials = [&](int r) {
     return r == rank ? to_address(call.x) + segment.first * dtype_size(D)
                      : slot_address(peers, call, rank, r);
   };
-  accumulate<D>(x, partials, peers.space.world, i);
+  accumulate<D>(x, partials, peers.workspace.world, i);
   add_epilogue(x, 0, segment.first + i, call.epilogue);
   round_to<D>(x);
 }
@@ -137,7 +137,7 @@ TPK_DEVICE void sum_vector(const Peers& peers, const AllReduce& call, Range segm
 template <int D>
 TPK_DEVICE void two_shot_reduce_rows(const Peers& peers, const AllReduce& call,
                                      const RmsNorm& norm) {
-  const int rank = peers.space.rank, world = peers.space.world;
+  const int rank = peers.workspace.rank, world = peers.workspace.world;
   const int partials_signal = kTiles + block(), results_signal = partials_signal + blocks();
   const u64 cols = norm.cols;
   if (peers.usable) push_segments<D>(peers, call, cols);
@@ -181,7 +181,7 @@ template <int D>
 TPK_DEVICE void ll_two_shot_reduce_rows(const Peers& peers, const AllReduce& call,
                                         const RmsNorm& norm) {
   constexpr int kPacks = kVectorPacks<D>;
-  const int rank = peers.space.rank;
+  const int rank = peers.workspace.rank;
   const u64 cols = norm.cols, rows = call.count / cols;
   const TwoShotPlan plan = plan_two_shot(call);
   const auto row_owner = [&](u64 row) { return static_cast<int>(row * cols / call.segment); };

@@ -53,13 +53,13 @@ TPK_DEVICE void widen(float (&dst)[kVector], int offset, const Pack& pack) {
   for (int i = 0; i < 4; ++i) {
     const unsigned word = pack.word[i];
     if constexpr (D == kF32) {
-      dst[offset + i] = float_of(word);
+      dst[offset + i] = bits_to_float(word);
     } else if constexpr (D == kF16) {
       dst[offset + 2 * i] = widen_f16(static_cast<unsigned short>(word));
       dst[offset + 2 * i + 1] = widen_f16(static_cast<unsigned short>(word >> 16));
     } else {
-      dst[offset + 2 * i] = float_of(word << 16);
-      dst[offset + 2 * i + 1] = float_of(word & 0xffff0000u);
+      dst[offset + 2 * i] = bits_to_float(word << 16);
+      dst[offset + 2 * i + 1] = bits_to_float(word & 0xffff0000u);
     }
   }
 }
@@ -71,7 +71,7 @@ TPK_DEVICE void load(float (&dst)[N], u64 src) {
     dst[0] = *reinterpret_cast<const float*>(src);
   } else if constexpr (N == 1) {
     const auto half = *reinterpret_cast<const unsigned short*>(src);
-    dst[0] = D == kF16 ? widen_f16(half) : float_of(static_cast<unsigned>(half) << 16);
+    dst[0] = D == kF16 ? widen_f16(half) : bits_to_float(static_cast<unsigned>(half) << 16);
   } else {
 #pragma unroll
     for (int offset = 0; offset < N; offset += kLanes<D>) {
@@ -99,7 +99,7 @@ TPK_DEVICE void store(u64 dst, const float (&src)[N]) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if constexpr (D == kF32) {
-          pack.word[i] = bits_of(src[offset + i]);
+          pack.word[i] = float_to_bits(src[offset + i]);
         } else {
           pack.word[i] = rounded<D>(src[2 * i]) | static_cast<unsigned>(rounded<D>(src[2 * i + 1]))
                                                       << 16;

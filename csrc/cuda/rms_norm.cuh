@@ -65,7 +65,7 @@ TPK_DEVICE void round_to(float (&x)[kVector]) {
 #pragma unroll
   for (int k = 0; k < kVector; ++k) {
     if constexpr (D == kF16) x[k] = widen_f16(round_f16(x[k]));
-    if constexpr (D == kBF16) x[k] = float_of(static_cast<unsigned>(round_bf16(x[k])) << 16);
+    if constexpr (D == kBF16) x[k] = bits_to_float(static_cast<unsigned>(round_bf16(x[k])) << 16);
   }
 }
 

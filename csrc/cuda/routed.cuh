@@ -106,9 +106,9 @@ TPK_DEVICE void copy_rows(bool use_packs, u64 rows, Range slice, const Source& s
 }
 
 TPK_DEVICE void dispatch(const Peers& peers, const Routed& call) {
-  const int rank = peers.space.rank, world = peers.space.world, signal = kTiles + block();
-  const u64 size = dtype_size(call.dtype), row_bytes = call.row * size;
-  const Range columns = block_slice_in({0, call.row}, call.row);
+  const int rank = peers.workspace.rank, world = peers.workspace.world, signal = kTiles + block();
+  const u64 size = dtype_size(call.dtype), row_bytes = call.cols * size;
+  const Range columns = block_slice_in({0, call.cols}, call.cols);
   const Range slice = {columns.first * size, columns.last * size};
   const u64 x = to_address(call.x), out = to_address(call.out),
             local_buffer = buffer_address(peers, rank);
@@ -133,8 +133,8 @@ TPK_DEVICE void dispatch(const Peers& peers, const Routed& call) {
 // Computes out = round(sum over slots of weight * row) for N elements of each token.
 template <int D, int N>
 TPK_DEVICE void reduce_weighted(const Peers& peers, const Routed& call, Range columns) {
-  const int rank = peers.space.rank, world = peers.space.world;
-  const u64 size = dtype_size(D), row_bytes = call.row * size, tokens = num_tokens(call, rank);
+  const int rank = peers.workspace.rank, world = peers.workspace.world;
+  const u64 size = dtype_size(D), row_bytes = call.cols * size, tokens = num_tokens(call, rank);
   const auto units = static_cast<unsigned>((columns.last - columns.first) / N);
   if (units == 0) return;
   const i64* positions =
@@ -151,7 +151,7 @@ TPK_DEVICE void reduce_weighted(const Peers& peers, const Routed& call, Range co
                                                  : buffer_address(peers, rank) + slot * row_bytes;
       float next[N];
       load<D>(next, src + offset);
-      const float weight = missing ? float_of(0x7fffffff) : call.weights[slot];
+      const float weight = missing ? bits_to_float(0x7fffffff) : call.weights[slot];
 #pragma unroll
       for (int i = 0; i < N; ++i) acc[i] += multiply(weight, next[i]);
     }
@@ -161,9 +161,9 @@ TPK_DEVICE void reduce_weighted(const Peers& peers, const Routed& call, Range co
 
 template <int D>
 TPK_DEVICE void combine(const Peers& peers, const Routed& call) {
-  const int rank = peers.space.rank, world = peers.space.world, signal = kTiles + block();
-  const u64 size = dtype_size(D), row_bytes = call.row * size;
-  const Range columns = block_slice_in({0, call.row}, call.row);
+  const int rank = peers.workspace.rank, world = peers.workspace.world, signal = kTiles + block();
+  const u64 size = dtype_size(D), row_bytes = call.cols * size;
+  const Range columns = block_slice_in({0, call.cols}, call.cols);
   const u64 x = to_address(call.x), out = to_address(call.out);
   const i64* assignments = call.permutation + call.rank_offsets[rank];
   const auto slot_address = [&](u64 row) -> u64 {
@@ -177,7 +177,7 @@ TPK_DEVICE void combine(const Peers& peers, const Routed& call) {
       [&](u64 row) { return x + row * row_bytes; }, slot_address);
   publish_to_all(peers, signal);
   wait_for_all(peers, signal);
-  if (aligned(x | out) && call.row % kVector == 0)
+  if (aligned(x | out) && call.cols % kVector == 0)
     return reduce_weighted<D, kVector>(peers, call, columns);
   reduce_weighted<D, 1>(peers, call, columns);
 }

@@ -16,9 +16,9 @@
 
 namespace tpkernels::cuda {
 
-// Returns the shard of `rank` in units; a row has `row` units.
-TPK_DEVICE Range shard_range(const Shards& shards, int rank, u64 row) {
-  return {shards.starts[rank] * row, shards.starts[rank + 1] * row};
+// Returns the shard of `rank` in units; a row has `row_units` units.
+TPK_DEVICE Range shard_range(const Shards& shards, int rank, u64 row_units) {
+  return {shards.starts[rank] * row_units, shards.starts[rank + 1] * row_units};
 }
 
 TPK_DEVICE u64 length(Range range) { return range.last - range.first; }
@@ -33,8 +33,8 @@ TPK_DEVICE u64 slot_address(const Peers& peers, const Shards& shards, int rank, 
 }
 
 TPK_DEVICE void gather(const Peers& peers, const Shards& shards) {
-  const int rank = peers.space.rank, world = peers.space.world, signal = kTiles + block();
-  const u64 row_bytes = shards.row * dtype_size(shards.wire);
+  const int rank = peers.workspace.rank, world = peers.workspace.world, signal = kTiles + block();
+  const u64 row_bytes = shards.cols * dtype_size(shards.wire);
   const Range local_shard = shard_range(shards, rank, row_bytes), slice = block_slice(local_shard);
   const u64 src = to_address(shards.x) + slice.first;
   for (int i = 1; i < world; ++i) {
@@ -55,18 +55,20 @@ TPK_DEVICE void gather(const Peers& peers, const Shards& shards) {
 
 template <int D>
 TPK_DEVICE void scatter(const Peers& peers, const Shards& shards) {
-  const int rank = peers.space.rank, world = peers.space.world, signal = kTiles + block();
+  const int rank = peers.workspace.rank, world = peers.workspace.world, signal = kTiles + block();
   const u64 size = dtype_size(D);
   for (int i = 1; i < world; ++i) {
     const int peer = (rank + i) % world;
-    const Range peer_shard = shard_range(shards, peer, shards.row), slice = block_slice(peer_shard);
+    const Range peer_shard = shard_range(shards, peer, shards.cols),
+                slice = block_slice(peer_shard);
     copy_block(slot_address(peers, shards, peer, rank) + slice.first * size,
                to_address(shards.x) + (peer_shard.first + slice.first) * size,
                length(slice) * size);
   }
   publish_to_all(peers, signal);
   wait_for_all(peers, signal);
-  const Range local_shard = shard_range(shards, rank, shards.row), slice = block_slice(local_shard);
+  const Range local_shard = shard_range(shards, rank, shards.cols),
+              slice = block_slice(local_shard);
   const auto partials = [&](int r) {
     return r == rank ? to_address(shards.x) + local_shard.first * size
                      : slot_address(peers, shards, rank, r);

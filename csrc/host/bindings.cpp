@@ -76,8 +76,8 @@ void bind_channel(py::module_& m) {
   py::class_<Channel>(m, "Channel")
       .def(py::init([](std::shared_ptr<Arena> arena, int rank, std::vector<int> pidfds,
                        std::vector<int> pids, double timeout, double spin_us, double yield_us,
-                       std::size_t capacity, std::vector<int> names) {
-             ChannelOptions options{timeout, spin_us, yield_us, std::move(names)};
+                       std::size_t capacity, std::vector<int> group_ranks) {
+             ChannelOptions options{timeout, spin_us, yield_us, std::move(group_ranks)};
              auto channel = std::make_unique<Channel>(std::move(arena), rank, std::move(pidfds),
                                                       std::move(pids), options, capacity, 0);
              channel->set_poll(&poll_signals);
@@ -85,7 +85,7 @@ void bind_channel(py::module_& m) {
            }),
            py::arg("arena"), py::arg("rank"), py::arg("pidfds"), py::arg("pids"),
            py::arg("timeout"), py::arg("spin_us"), py::arg("yield_us"), py::arg("capacity"),
-           py::arg("names") = std::vector<int>{})
+           py::arg("group_ranks") = std::vector<int>{})
       .def_static("region_bytes", &Channel::region_bytes, py::arg("world"), py::arg("limit"))
       .def_static("commit_ranges", &Channel::commit_ranges, py::arg("world"),
                   py::arg("region_bytes"), py::arg("begin"), py::arg("end"))

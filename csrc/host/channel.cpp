@@ -134,13 +134,13 @@ Channel::Channel(std::shared_ptr<Arena> arena, int rank, std::vector<int> pidfds
       fork_generation_(fork_generation()) {
   const auto ranks = static_cast<std::size_t>(world());
   segments_read_.resize(ranks);
-  if (options_.names.empty()) {
-    options_.names.resize(ranks);
-    std::iota(options_.names.begin(), options_.names.end(), 0);
+  if (options_.group_ranks.empty()) {
+    options_.group_ranks.resize(ranks);
+    std::iota(options_.group_ranks.begin(), options_.group_ranks.end(), 0);
   }
   if (rank < 0 || rank >= world() || pidfds_.size() != ranks || pids_.size() != ranks ||
-      options_.names.size() != ranks) {
-    throw std::invalid_argument("rank, pidfds, pids or names do not match world_size=" +
+      options_.group_ranks.size() != ranks) {
+    throw std::invalid_argument("rank, pidfds, pids or group_ranks do not match world_size=" +
                                 std::to_string(world()));
   }
   if (capacity > max_capacity_) {
@@ -233,7 +233,7 @@ std::pair<std::shared_ptr<Arena>, std::size_t> Channel::peer_segment(int peer,
   const auto it = segments_.find(id);
   auto segment = it == segments_.end() ? nullptr : it->second.lock();
   if (!segment || offset > segment->region_bytes() || bytes > segment->region_bytes() - offset) {
-    fail(FailureKind::kMismatch, peer, name(peer),
+    fail(FailureKind::kMismatch, peer, group_rank(peer),
          "is in " + call_description(rank_) + ", to which " + peer_name(peer) +
              " passes a symmetric tensor that this rank has released");
   }
@@ -358,23 +358,23 @@ void Channel::check(int peer, const Signal& awaited, double waited_s) const {
       kind != FailureKind{}) {
     if (has_arrived(peer, awaited)) return;  // published before it failed or left
     const int culprit = peer_header.culprit.load(std::memory_order_relaxed);
-    if (kind == FailureKind::kMismatch && culprit != name(rank_)) {
-      const auto& names = options_.names;
-      const auto it = std::find(names.begin(), names.end(), culprit);
-      if (it != names.end()) check_mismatch(static_cast<int>(it - names.begin()));
+    if (kind == FailureKind::kMismatch && culprit != group_rank(rank_)) {
+      const auto& group_ranks = options_.group_ranks;
+      const auto it = std::find(group_ranks.begin(), group_ranks.end(), culprit);
+      if (it != group_ranks.end()) check_mismatch(static_cast<int>(it - group_ranks.begin()));
     }
     fail(kind, peer, culprit,
          "waited for " + peer_name(peer) + ", which failed: " + peer_header.fault_text.read());
   }
   if (has_exited(peer)) {
     if (has_arrived(peer, awaited)) return;  // published before it exited
-    fail(FailureKind::kPeerLost, peer, name(peer),
+    fail(FailureKind::kPeerLost, peer, group_rank(peer),
          "waited for " + peer_name(peer) + ", whose process has ended; " + progress(peer));
   }
   if (waited_s >= options_.timeout_s) {
     char waited[32];
     std::snprintf(waited, sizeof(waited), "%.2f s", waited_s);
-    fail(FailureKind::kTimeout, peer, name(peer),
+    fail(FailureKind::kTimeout, peer, group_rank(peer),
          std::string("waited ") + waited + " for " + peer_name(peer) + ", which is alive; " +
              progress(peer));
   }
@@ -413,7 +413,7 @@ void Channel::check_peers() const {
     if (peer == rank_) continue;
     check_fault(peer, "checked ");
     if (has_exited(peer)) {
-      fail(FailureKind::kPeerLost, peer, name(peer),
+      fail(FailureKind::kPeerLost, peer, group_rank(peer),
            "found that the process of " + peer_name(peer) + " has ended");
     }
   }
@@ -423,7 +423,7 @@ void Channel::check_mismatch(int peer) const {
   const std::uint64_t entered =
       header(peer).calls[parity()].entered.value.load(std::memory_order_acquire);
   if (get_epoch(entered) != epoch_ || entered == 0 || get_signature(entered) == signature_) return;
-  fail(FailureKind::kMismatch, peer, name(peer),
+  fail(FailureKind::kMismatch, peer, group_rank(peer),
        "is in " + call_description(rank_) + ", but " + peer_name(peer) + " is in " +
            call_description(peer) + ", both as call #" + std::to_string(epoch_) + " of the group");
 }
@@ -432,7 +432,7 @@ void Channel::check_thread(int peer) const {
   const std::uint32_t peer_calls_since_last =
       header(peer).calls[parity()].calls_since_last.load(std::memory_order_relaxed);
   if (peer_calls_since_last == 0 || peer_calls_since_last == calls_since_last_) return;
-  fail(FailureKind::kMismatch, peer, name(peer),
+  fail(FailureKind::kMismatch, peer, group_rank(peer),
        "is in " + call_description(rank_) + " as call #" + std::to_string(epoch_) +
            " of the group, but " + peer_name(peer) +
            " makes this call on a different thread: the threads that share a group must make their "
@@ -440,12 +440,12 @@ void Channel::check_thread(int peer) const {
 }
 
 void Channel::fail(FailureKind kind, int peer, int culprit, const std::string& what) const {
-  std::string message = "rank " + std::to_string(name(rank_)) + " ";
+  std::string message = "rank " + std::to_string(group_rank(rank_)) + " ";
   const std::string call = call_description(rank_);  // empty before the first call
   if (kind != FailureKind::kMismatch && !call.empty()) message = call + ": " + message;
   message += what;
   set_fault(kind, culprit, message);
-  throw Failure(kind, kind == FailureKind::kMismatch ? name(peer) : culprit,
+  throw Failure(kind, kind == FailureKind::kMismatch ? group_rank(peer) : culprit,
                 message + ". The group is broken; create a new group.");
 }
 
@@ -462,7 +462,7 @@ void Channel::set_fault(FailureKind kind, int culprit, const std::string& what) 
 
 void Channel::abandon(const std::string& reason, FailureKind kind, int culprit) {
   if (broken_) return;
-  set_fault(kind, culprit < 0 ? name(rank_) : culprit, "it left the call with " + reason);
+  set_fault(kind, culprit < 0 ? group_rank(rank_) : culprit, "it left the call with " + reason);
 }
 
 bool Channel::is_forked() const { return fork_generation() != fork_generation_; }
@@ -478,7 +478,7 @@ std::string Channel::call_description(int rank) const {
 }
 
 std::string Channel::peer_name(int rank) const {
-  return "rank " + std::to_string(name(rank)) + " (pid " +
+  return "rank " + std::to_string(group_rank(rank)) + " (pid " +
          std::to_string(pids_[static_cast<std::size_t>(rank)]) + ")";
 }
 

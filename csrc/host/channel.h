@@ -78,8 +78,8 @@ struct ChannelOptions {
   double timeout_s = 30.0;  // limit of one wait
   double spin_us = 100.0;   // maximum polling time before the waiter sleeps (wait.h)
   double yield_us = 5.0;    // polling time after which the waiter yields the core between polls
-  // Rank numbers for errors, if the ranks belong to a larger group. Empty: 0, 1, ...
-  std::vector<int> names = {};
+  // Ranks to name in errors, if these ranks belong to a larger group. Empty: 0, 1, ...
+  std::vector<int> group_ranks = {};
 };
 
 // For tests: random delays, and two violations of the protocol as negative controls.
@@ -196,7 +196,7 @@ class Channel {
   std::uint32_t calls_since_last();
   void set_fault(FailureKind kind, int culprit, const std::string& what) const;
   std::string call_description(int rank) const;
-  int name(int rank) const { return options_.names[static_cast<std::size_t>(rank)]; }
+  int group_rank(int rank) const { return options_.group_ranks[static_cast<std::size_t>(rank)]; }
   std::string peer_name(int rank) const;
   std::string progress(int peer) const;
   bool has_exited(int peer) const;

@@ -149,12 +149,12 @@ Epilogue epilogue_from(Epilogue epilogue, std::size_t first) {
 constexpr std::size_t kNormBlockBytes = 8 << 10;
 
 // in: [outer, sizes[rank], inner]; out: [outer, sum(sizes), inner].
-void all_gather(Channel& channel, const CallId& call, const Operands& operands,
+void all_gather(Channel& channel, const CallId& call, const CollectiveArgs& args,
                 const Shards& shards) {
-  const Source& in = operands.in;
-  std::byte* const out = operands.out;
+  const Source& in = args.in;
+  std::byte* const out = args.out;
   const ShardLayout& layout = shards.layout;
-  const std::size_t element = size_of(operands.dtype);
+  const std::size_t element = size_of(args.dtype);
   const int rank = channel.rank();
   const std::size_t local_bytes = shard_bytes(layout, rank, element);
   const std::size_t largest = largest_shard(layout, element);
@@ -189,12 +189,12 @@ void all_gather(Channel& channel, const CallId& call, const Operands& operands,
 }
 
 // in: [outer, sum(sizes), inner]; out: [outer, sizes[rank], inner].
-void reduce_scatter(Channel& channel, const CallId& call, const Operands& operands,
+void reduce_scatter(Channel& channel, const CallId& call, const CollectiveArgs& args,
                     const Shards& shards) {
-  const Source& in = operands.in;
-  const Epilogue& epilogue = operands.epilogue;
+  const Source& in = args.in;
+  const Epilogue& epilogue = args.epilogue;
   const ShardLayout& layout = shards.layout;
-  const std::size_t element = size_of(operands.dtype);
+  const std::size_t element = size_of(args.dtype);
   const int world = channel.world();
   const int rank = channel.rank();
   const std::size_t local_bytes = shard_bytes(layout, rank, element);
@@ -230,8 +230,8 @@ void reduce_scatter(Channel& channel, const CallId& call, const Operands& operan
     }
     const std::size_t first = begin / element;
     channel.sharing().timed([&] {
-      sum_partials(operands.out + first * size_of(epilogue.out_dtype), partials, operands.dtype,
-                   first, n / element, epilogue_from(epilogue, first));
+      sum_partials(args.out + first * size_of(epilogue.out_dtype), partials, args.dtype, first,
+                   n / element, epilogue_from(epilogue, first));
     });
     if (last) release_sources(channel, in_place ? in : Source{in.data});
   });
@@ -239,52 +239,54 @@ void reduce_scatter(Channel& channel, const CallId& call, const Operands& operan
 
 // in: [.., sum(in_layout.sizes), ..], split by destination rank; out: [.., sum(out_layout.sizes),
 // ..], split by source rank.
-void all_to_all(Channel& channel, const CallId& call, const Operands& operands,
+void all_to_all(Channel& channel, const CallId& call, const CollectiveArgs& args,
                 const Shards& shards) {
   const ShardLayout& in_layout = shards.layout;
   const ShardLayout& out_layout = shards.out_layout;
-  const std::size_t element = size_of(operands.dtype);
+  const std::size_t element = size_of(args.dtype);
   const int rank = channel.rank();
   const std::size_t step = slot_step(channel);
-  auto* input = const_cast<std::byte*>(operands.in.data);
+  auto* input = const_cast<std::byte*>(args.in.data);
   const std::size_t result =
       out_layout.outer * count_rows(out_layout, 0, channel.world()) * out_layout.inner;
   const bool stream = result * element >= kStreamBytes;
-  for_each_chunk(channel, call, shards.largest * element, step, [&](std::size_t begin, bool) {
-    // Copies bytes [offset, offset + bytes) of the slice from `peer` to the output.
-    const auto unpack = [&](int peer, const std::byte* src, std::size_t offset, std::size_t bytes) {
-      shard(operands.out, out_layout, peer, element)
-          .for_range(offset, bytes, [&](std::byte* dst, std::size_t done, std::size_t m) {
-            copy(dst, src + done, m, stream);
-          });
-    };
-    for_each_peer(channel, [&](int peer) {
-      pack(channel, input, in_layout, peer, begin, step, element);
-      channel.publish(Phase::kData, peer);
-    });
-    shard(input, in_layout, rank, element)
-        .for_range(begin, clip_to_chunk(shard_bytes(in_layout, rank, element), begin, step),
-                   [&](std::byte* src, std::size_t offset, std::size_t m) {
-                     unpack(rank, src, begin + offset, m);
-                   });
-    for_each_peer(channel, [&](int peer) {
-      channel.wait(peer, Phase::kData, rank);
-      const std::size_t n = clip_to_chunk(shard_bytes(out_layout, peer, element), begin, step);
-      const std::byte* slot = channel.buffer(peer) + static_cast<unsigned>(rank) * step;
-      channel.sharing().timed([&] { unpack(peer, slot, begin, n); });
-    });
-  });
+  for_each_chunk(
+      channel, call, shards.max_slice_numel * element, step, [&](std::size_t begin, bool) {
+        // Copies bytes [offset, offset + bytes) of the slice from `peer` to the output.
+        const auto unpack = [&](int peer, const std::byte* src, std::size_t offset,
+                                std::size_t bytes) {
+          shard(args.out, out_layout, peer, element)
+              .for_range(offset, bytes, [&](std::byte* dst, std::size_t done, std::size_t m) {
+                copy(dst, src + done, m, stream);
+              });
+        };
+        for_each_peer(channel, [&](int peer) {
+          pack(channel, input, in_layout, peer, begin, step, element);
+          channel.publish(Phase::kData, peer);
+        });
+        shard(input, in_layout, rank, element)
+            .for_range(begin, clip_to_chunk(shard_bytes(in_layout, rank, element), begin, step),
+                       [&](std::byte* src, std::size_t offset, std::size_t m) {
+                         unpack(rank, src, begin + offset, m);
+                       });
+        for_each_peer(channel, [&](int peer) {
+          channel.wait(peer, Phase::kData, rank);
+          const std::size_t n = clip_to_chunk(shard_bytes(out_layout, peer, element), begin, step);
+          const std::byte* slot = channel.buffer(peer) + static_cast<unsigned>(rank) * step;
+          channel.sharing().timed([&] { unpack(peer, slot, begin, n); });
+        });
+      });
 }
 
 // in, out: `count` elements. They may alias if `in.segment` is 0. If `norm.out` is set, every rank
 // normalises all rows of the result while they are in its caches.
-void all_reduce(Channel& channel, const CallId& call, const Operands& operands, const Shards&) {
-  const Source& in = operands.in;
-  std::byte* const out = operands.out;
-  const std::size_t count = operands.count;
-  const Epilogue& epilogue = operands.epilogue;
-  const RmsNorm& norm = operands.norm;
-  const std::size_t element = size_of(operands.dtype);
+void all_reduce(Channel& channel, const CallId& call, const CollectiveArgs& args, const Shards&) {
+  const Source& in = args.in;
+  std::byte* const out = args.out;
+  const std::size_t count = args.count;
+  const Epilogue& epilogue = args.epilogue;
+  const RmsNorm& norm = args.norm;
+  const std::size_t element = size_of(args.dtype);
   const std::size_t out_element = size_of(epilogue.out_dtype);
   const auto world = static_cast<std::size_t>(channel.world());
   const auto rank = static_cast<std::size_t>(channel.rank());
@@ -338,8 +340,8 @@ void all_reduce(Channel& channel, const CallId& call, const Operands& operands, 
       const std::size_t m = std::min(block, local_count - offset);
       const std::size_t element_begin = begin + first + offset;
       channel.sharing().timed([&] {
-        sum_partials(local_result + offset * out_element, partials, operands.dtype, element_begin,
-                     m, epilogue_from(epilogue, element_begin));
+        sum_partials(local_result + offset * out_element, partials, args.dtype, element_begin, m,
+                     epilogue_from(epilogue, element_begin));
       });
       for (const std::byte*& partial : partials) partial += m * element;
       if (one_shot) normalise(begin + offset + m);
@@ -360,11 +362,11 @@ void all_reduce(Channel& channel, const CallId& call, const Operands& operands, 
 }
 
 // in: [tokens[rank], inner]; out: [rows[rank], inner].
-void dispatch(Channel& channel, const CallId& call, const Operands& operands,
+void dispatch(Channel& channel, const CallId& call, const CollectiveArgs& args,
               const Shards& shards) {
-  const Source& in = operands.in;
-  const Routing& routing = *operands.routing;
-  const std::size_t width = shards.layout.inner * size_of(operands.dtype);
+  const Source& in = args.in;
+  const Routing& routing = *args.routing;
+  const std::size_t width = shards.layout.inner * size_of(args.dtype);
   const int rank = channel.rank();
   const std::size_t largest = *std::max_element(routing.tokens.begin(), routing.tokens.end());
   const std::size_t step =
@@ -386,7 +388,7 @@ void dispatch(Channel& channel, const CallId& call, const Operands& operands,
       for_each_assignment(src_rank, first, tokens(src_rank),
                           [&](std::size_t token, int dst_rank, std::size_t row) {
                             if (dst_rank != rank) return;
-                            std::memcpy(operands.out + row * width, src + token * width, width);
+                            std::memcpy(args.out + row * width, src + token * width, width);
                           });
     };
     if (in.segment != 0) {
@@ -417,9 +419,10 @@ void dispatch(Channel& channel, const CallId& call, const Operands& operands,
 // in: [rows[rank], inner]; out: [tokens[rank], inner], for each token the weighted sum of its k
 // rows in slot order. A chunk has up to `step` tokens of every rank. The buffer of a rank
 // contains its rows for the tokens of peers, in the order of the tokens of all ranks.
-void combine(Channel& channel, const CallId& call, const Operands& operands, const Shards& shards) {
-  const Routing& routing = *operands.routing;
-  const std::size_t element = size_of(operands.dtype), k = routing.k;
+void combine(Channel& channel, const CallId& call, const CollectiveArgs& args,
+             const Shards& shards) {
+  const Routing& routing = *args.routing;
+  const std::size_t element = size_of(args.dtype), k = routing.k;
   const std::size_t width = shards.layout.inner * element;
   const int world = channel.world(), rank = channel.rank();
   const std::size_t largest = *std::max_element(routing.tokens.begin(), routing.tokens.end());
@@ -428,7 +431,7 @@ void combine(Channel& channel, const CallId& call, const Operands& operands, con
   // Maximum bytes in the buffer of a rank for one token of every rank.
   const std::size_t round_bytes = static_cast<unsigned>(world) * k * width;
   const std::size_t step = std::max<std::size_t>(1, capacity / round_bytes);
-  const std::size_t weight_bytes = operands.dtype == DType::kF64 ? 8 : 4;
+  const std::size_t weight_bytes = args.dtype == DType::kF64 ? 8 : 4;
   std::vector<const std::byte*> sources(std::min(step, largest) * k);  // rows of local tokens
   std::vector<std::size_t> next(static_cast<std::size_t>(world));  // next row in each rank's buffer
   for_each_chunk(
@@ -442,8 +445,7 @@ void combine(Channel& channel, const CallId& call, const Operands& operands, con
           const std::size_t index = (routing.first_token(owner) + first) * k;
           for (std::size_t i = 0; i < tokens(owner) * k; ++i) {
             const int expert_rank = routing.expert_rank[index + i];
-            const std::byte* const local_row =
-                operands.in.data + routing.expert_row[index + i] * width;
+            const std::byte* const local_row = args.in.data + routing.expert_row[index + i] * width;
             if (expert_rank == owner) {
               if (owner == rank) sources[i] = local_row;
               continue;
@@ -459,8 +461,8 @@ void combine(Channel& channel, const CallId& call, const Operands& operands, con
         channel.sharing().timed([&] {
           for (std::size_t token = 0; token < tokens(rank); ++token) {
             const std::size_t index = first + token;
-            weighted_sum(operands.out + index * width, &sources[token * k],
-                         operands.weights + index * k * weight_bytes, k, operands.dtype,
+            weighted_sum(args.out + index * width, &sources[token * k],
+                         args.weights + index * k * weight_bytes, k, args.dtype,
                          shards.layout.inner);
           }
         });

@@ -107,7 +107,7 @@ inline constexpr std::size_t kOneShotBytes = 16 << 10;
 inline constexpr std::size_t kChunkBytes = 512 << 10;
 
 // Arguments of a collective.
-struct Operands {
+struct CollectiveArgs {
   Source in;
   std::byte* out;
   std::size_t count;  // elements of the input
@@ -121,12 +121,12 @@ struct Operands {
 // Shard layouts of a collective. Empty for an all-reduce. Dispatch and combine use only
 // `layout.inner`, the elements of a row.
 struct Shards {
-  ShardLayout layout{};      // gathered or scattered tensor; input of an all-to-all
-  ShardLayout out_layout{};  // output of an all-to-all
-  std::size_t largest = 0;   // all-to-all: elements of the largest slice over all ranks
+  ShardLayout layout{};             // gathered or scattered tensor; input of an all-to-all
+  ShardLayout out_layout{};         // output of an all-to-all
+  std::size_t max_slice_numel = 0;  // all-to-all: elements of the largest slice over all ranks
 };
 
-using Collective = void (*)(Channel&, const CallId&, const Operands&, const Shards&);
+using Collective = void (*)(Channel&, const CallId&, const CollectiveArgs&, const Shards&);
 
 // Returns the collective with this name. Throws std::invalid_argument if the name is unknown or
 // `shards` lacks a required layout.

@@ -24,7 +24,7 @@ bool is_intel() {
 
 // Whether packing panels is faster than torch.mm. False on Intel processors, which were not
 // measured. torch multiplies 16-bit operands in fp32 if the output dtype differs.
-bool pays_to_repack(const MatmulShape& shape, DType dtype, WeightLayout layout, DType out_dtype) {
+bool should_repack(const MatmulShape& shape, DType dtype, WeightLayout layout, DType out_dtype) {
   static const bool intel = is_intel();
   if (intel || dtype == DType::kF16 || shape.k < 32 || shape.columns < 48) return false;
   if (dtype == DType::kF32) return shape.rows >= 4;
@@ -62,7 +62,7 @@ MatmulKernel select_kernel(const MatmulShape& shape, DType dtype, WeightLayout l
     return {unit.few_rows[dtype_index], Matmul::kBlockColumns, false};
   }
   const bool torch_is_safe = !amx().bf16 || dtype != DType::kBF16 || shape.k % kTileK == 0;
-  if (torch_is_safe && !pays_to_repack(shape, dtype, layout, out_dtype)) return {};
+  if (torch_is_safe && !should_repack(shape, dtype, layout, out_dtype)) return {};
   return {(layout == WeightLayout::kColumns ? unit.columns : unit.rows)[dtype_index],
           Matmul::kPanelColumns, true};
 }

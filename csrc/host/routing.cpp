@@ -21,7 +21,7 @@ namespace {
 
 }  // namespace
 
-Routing::Routing(const void* experts, bool int64_ids, std::size_t k,
+Routing::Routing(const void* topk_ids, bool int64_ids, std::size_t k,
                  std::vector<std::size_t> tokens, const std::vector<std::size_t>& experts_per_rank)
     : k(k), tokens(std::move(tokens)), rows(experts_per_rank.size()) {
   std::vector<int> rank_of_expert;
@@ -33,8 +33,8 @@ Routing::Routing(const void* experts, bool int64_ids, std::size_t k,
   expert_rank.resize(assignments);
   expert_row.resize(assignments);
   const auto get_expert = [&](std::size_t assignment) {
-    const long long expert = int64_ids ? static_cast<const std::int64_t*>(experts)[assignment]
-                                       : static_cast<const std::int32_t*>(experts)[assignment];
+    const long long expert = int64_ids ? static_cast<const std::int64_t*>(topk_ids)[assignment]
+                                       : static_cast<const std::int32_t*>(topk_ids)[assignment];
     if (expert < 0 || static_cast<std::size_t>(expert) >= counts.size()) {
       refuse(assignment / k, assignment % k, expert, counts.size(), this->tokens);
     }

@@ -14,10 +14,10 @@
 namespace tpkernels::host {
 
 struct Routing {
-  // experts: [sum(tokens), k] expert ids of the tokens of all ranks in rank order; int32, or int64
+  // topk_ids: [sum(tokens), k] expert ids of the tokens of all ranks in rank order; int32, or int64
   // if `int64_ids`. Rank r has `tokens[r]` tokens and `experts_per_rank[r]` experts. Throws
   // std::invalid_argument if an expert id is out of range.
-  Routing(const void* experts, bool int64_ids, std::size_t k, std::vector<std::size_t> tokens,
+  Routing(const void* topk_ids, bool int64_ids, std::size_t k, std::vector<std::size_t> tokens,
           const std::vector<std::size_t>& experts_per_rank);
 
   // Index of the first token of rank `owner`.

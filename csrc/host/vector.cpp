@@ -40,7 +40,7 @@ inline Vec load_f16(const void* from) {
 }
 inline void store_f16(void* to, Vec value) {
   Halves halves;
-  for (std::size_t i = 0; i < kLanes; ++i) halves[i] = scalar::to_f16(value[i]);
+  for (std::size_t i = 0; i < kLanes; ++i) halves[i] = scalar::float_to_f16(value[i]);
   store_bits(to, halves);
 }
 inline UInts load_u16(const void* from) {

@@ -9,20 +9,20 @@
 
 namespace tpkernels::host::scalar {
 
-inline std::uint32_t bits_of(float value) {
+inline std::uint32_t float_to_bits(float value) {
   std::uint32_t bits;
   std::memcpy(&bits, &value, 4);
   return bits;
 }
 
-inline float float_of(std::uint32_t bits) {
+inline float bits_to_float(std::uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, 4);
   return value;
 }
 
-inline std::uint16_t to_bf16(float value) {
-  const std::uint32_t bits = bits_of(value);
+inline std::uint16_t float_to_bf16(float value) {
+  const std::uint32_t bits = float_to_bits(value);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<std::uint16_t>((bits >> 16) | 0x40u);
   return static_cast<std::uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
@@ -32,17 +32,17 @@ inline float f16_to_float(std::uint16_t half) {
   const std::uint32_t magnitude = half & 0x7fffu;
   if (magnitude >= 0x7c00u) {  // infinity or NaN; NaN becomes quiet
     const std::uint32_t quiet = magnitude > 0x7c00u ? 0x400000u : 0u;
-    return float_of(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13) | quiet);
+    return bits_to_float(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13) | quiet);
   }
   // A subnormal half is converted as an integer. So no operand is a subnormal float: the thread may
   // flush those to zero (torch.set_flush_denormal).
   const std::uint32_t normal = (magnitude << 13) + 0x38000000u;
-  const std::uint32_t subnormal = bits_of(static_cast<float>(magnitude) * 0x1p-24f);
-  return float_of(sign | (magnitude < 0x400u ? subnormal : normal));
+  const std::uint32_t subnormal = float_to_bits(static_cast<float>(magnitude) * 0x1p-24f);
+  return bits_to_float(sign | (magnitude < 0x400u ? subnormal : normal));
 }
 
-inline std::uint16_t to_f16(float value) {
-  const std::uint32_t bits = bits_of(value);
+inline std::uint16_t float_to_f16(float value) {
+  const std::uint32_t bits = float_to_bits(value);
   const auto sign = static_cast<std::uint16_t>((bits >> 16) & 0x8000u);
   const std::uint32_t magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u) {
@@ -50,8 +50,8 @@ inline std::uint16_t to_f16(float value) {
   }
   if (magnitude >= 0x477ff000u) return sign | 0x7c00u;  // rounds to infinity
   if (magnitude < 0x38800000u) {                        // subnormal half: let the adder round
-    const float rounded = float_of(magnitude) + 0.5f;
-    return static_cast<std::uint16_t>(sign | (bits_of(rounded) - 0x3f000000u));
+    const float rounded = bits_to_float(magnitude) + 0.5f;
+    return static_cast<std::uint16_t>(sign | (float_to_bits(rounded) - 0x3f000000u));
   }
   const std::uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
   return static_cast<std::uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
@@ -67,7 +67,7 @@ float to_float(const void* from) {
     std::uint16_t half;
     std::memcpy(&half, from, 2);
     if constexpr (D == DType::kF16) return f16_to_float(half);
-    return float_of(static_cast<std::uint32_t>(half) << 16);
+    return bits_to_float(static_cast<std::uint32_t>(half) << 16);
   }
 }
 
@@ -76,7 +76,7 @@ void from_float(void* to, float value) {
   if constexpr (D == DType::kF32) {
     std::memcpy(to, &value, 4);
   } else {
-    const std::uint16_t half = D == DType::kF16 ? to_f16(value) : to_bf16(value);
+    const std::uint16_t half = D == DType::kF16 ? float_to_f16(value) : float_to_bf16(value);
     std::memcpy(to, &half, 2);
   }
 }

@@ -132,15 +132,15 @@ def test_one_shot_and_two_shot_and_even_shards(
 
 def _device(group: dist.ProcessGroup) -> DeviceWorkspace:
     workspace = groups.get(group.group_name).workspace
-    assert workspace is not None and workspace._device is not None
-    return workspace._device
+    assert workspace is not None and workspace._device_workspace is not None
+    return workspace._device_workspace
 
 
-def _poison(space: DeviceWorkspace, epoch: int) -> None:
+def _poison(workspace: DeviceWorkspace, epoch: int) -> None:
     """Fill the local buffer of an epoch with NaN."""
-    region = torch.frombuffer(space._memory[space.rank], dtype=F32)
-    begin = space.buffers_offset + (epoch & 1) * space.buffer_stride
-    region[begin // 4 : (begin + space.buffer_bytes) // 4].fill_(math.nan)
+    region = torch.frombuffer(workspace._memory[workspace.rank], dtype=F32)
+    begin = workspace.buffers_offset + (epoch & 1) * workspace.buffer_stride
+    region[begin // 4 : (begin + workspace.buffer_bytes) // 4].fill_(math.nan)
 
 
 def _calls(world: int) -> Iterator[Case]:
@@ -194,8 +194,8 @@ def test_a_skipped_wait_is_detected(interpreter_ranks: RanksFixture) -> None:
 def test_errors_without_the_interpreter() -> None:
     group = faults.new_group()
     for op, dtype in itertools.product(FUSED_OPS, (torch.float32, torch.float64)):
-        factors = torch.ones(8, 4, dtype=dtype), torch.ones(4, 3, dtype=dtype)
-        call = functools.partial(getattr(tpkernels, op), *factors, group, algorithm="fused")
+        operands = torch.ones(8, 4, dtype=dtype), torch.ones(4, 3, dtype=dtype)
+        call = functools.partial(getattr(tpkernels, op), *operands, group, algorithm="fused")
         ending = faults.record_ending(call)
         assert ending.error == "NotImplementedError", ending
         if dtype == torch.float64:

@@ -27,8 +27,8 @@ from tests.algorithms.test_unfused_cuda import (
     UNEVEN,
     arguments,
     by_torch,
-    factors,
     fake,
+    matmul_args,
     record_queue,
 )
 from tests.planning.test_choose import problem
@@ -209,7 +209,7 @@ def queued(
     def recorder(name: str) -> Callable[..., None]:
         return lambda *_: names[-1].append(name)
 
-    monkeypatch.setattr(multimem, "_workspace", workspace)
+    monkeypatch.setattr(multimem, "_multicast_workspace", workspace)
     monkeypatch.setattr(multimem, "_is_aligned", lambda _: True)  # fake tensors have no address
     ops = {name: recorder(name) for name in (REDUCED, SCATTERED, GATHERED)}
     monkeypatch.setattr(multimem, "_ops", SimpleNamespace(**ops))
@@ -224,19 +224,19 @@ def queued(
         (AG, arguments(x=(1, 16), shard_sizes=SMALL), ["copy_", GATHERED, "cat"]),
         (AGM, arguments(**GATHER), [GATHERED, "cat", "mm"]),
         (RS, arguments(x=(64, 32)), ["copy_", SCATTERED]),
-        (MRS, factors(), ["mm", SCATTERED]),
-        (MRS, factors(bias=(32,), residual=(8, 32)), ["mm", SCATTERED, SUM]),
-        (MRS, factors(wire_dtype=F32), ["mm", SCATTERED, SUM]),
-        (MRS, factors(x=(22, 16), shard_sizes=SMALL), ["mm", SCATTERED, "copy_"]),
+        (MRS, matmul_args(), ["mm", SCATTERED]),
+        (MRS, matmul_args(bias=(32,), residual=(8, 32)), ["mm", SCATTERED, SUM]),
+        (MRS, matmul_args(wire_dtype=F32), ["mm", SCATTERED, SUM]),
+        (MRS, matmul_args(x=(22, 16), shard_sizes=SMALL), ["mm", SCATTERED, "copy_"]),
         (
             MRS,
-            factors(x=(60, 16), w=(16, 3), shard_sizes=UNEVEN),
+            matmul_args(x=(60, 16), w=(16, 3), shard_sizes=UNEVEN),
             ["mm", *["copy_"] * 8, SCATTERED],
         ),
         (AR, arguments(x=(64, 32)), ["copy_", REDUCED, "copy_"]),
         (IN_PLACE, arguments(x=(64, 32)), ["copy_", REDUCED, "copy_"]),
-        (MAR, factors(), ["mm", REDUCED, "copy_"]),
-        (MAR, factors(bias=(32,), residual=(64, 32)), ["mm", REDUCED, SUM]),
+        (MAR, matmul_args(), ["mm", REDUCED, "copy_"]),
+        (MAR, matmul_args(bias=(32,), residual=(64, 32)), ["mm", REDUCED, SUM]),
     ],
 )
 def test_launches(
@@ -251,7 +251,7 @@ def test_launches(
 
 
 def test_torch_normalises_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = factors(norm_weight=(32,), residual=(64, 32))
+    make = matmul_args(norm_weight=(32,), residual=(64, 32))
     launches = queued(monkeypatch, f"{MAR}_rms_norm", make)
     assert launches[:3] == ["mm", REDUCED, SUM] and by_torch(launches[3:])
 

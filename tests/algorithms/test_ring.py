@@ -131,9 +131,9 @@ def test_bytes_sent_are_minimal() -> None:
     all-to-all plus an all-gather."""
     with separate_hosts(), fresh_group() as group:
         world = group.size()
-        for op, factors in OPS.items():
+        for op, weight_dims in OPS.items():
             shape = (12 * world, 10)
-            case = Case(op=op, shape=shape, dtype=BF16, algorithm="ring", **factors)
+            case = Case(op=op, shape=shape, dtype=BF16, algorithm="ring", **weight_dims)
             call(case, group)
             with bytes_sent() as sent:
                 call(case, group)

@@ -82,7 +82,7 @@ def arguments(**shapes: Any) -> Callable[[], dict[str, Any]]:
     return lambda: {name: make_value(name, value) for name, value in shapes.items()}
 
 
-def factors(**more: Any) -> Callable[[], dict[str, Any]]:
+def matmul_args(**more: Any) -> Callable[[], dict[str, Any]]:
     return arguments(**({"x": (64, 16), "w": (16, 32)} | more))
 
 
@@ -100,18 +100,18 @@ A2A_SIZES = {"gather_dim": 1, "scatter_dim": 2, "gather_sizes": UNEVEN, "scatter
 
 # (op, arguments, launches with "vendor", launches with "ordered" if they differ from IN_ORDER)
 CASES: dict[str, tuple[Any, ...]] = {
-    "scatter": (MRS, factors(), ["mm", RS]),
-    "bias": (MRS, factors(bias=(32,)), ["mm", RS, SUM]),
-    "fp32 bias": (MRS, factors(bias=(32, F32), residual=(8, 32)), ["mm", RS, SUM]),
-    "fp32 on the wire": (MRS, factors(wire_dtype=F32), ["mm", RS, SUM]),
-    "fp32 result": (MRS, factors(out_dtype=F32), ["mm", RS, SUM]),
-    "batch": (MRS, factors(**BATCH), ["mm", "clone", RS], ["mm", "clone", A2A, SUM]),
-    "batch of one": (MRS, factors(x=(1, 64, 16), scatter_dim=1), ["mm", RS]),
-    "uneven": (MRS, factors(x=(60, 16), shard_sizes=UNEVEN), ["mm", f"{RS} of a list"]),
-    "reduce": (MAR, factors(), ["mm", AR]),
-    "reduce, bias": (MAR, factors(bias=(32,), residual=(64, 32)), ["mm", AR, SUM]),
-    "reduce, fp32 on the wire": (MAR, factors(wire_dtype=F32), ["mm", AR, SUM]),
-    "reduce, odd": (MAR, factors(x=(63, 16)), ["mm", AR], ["mm", A2A, SUM, f"{AG} of a list"]),
+    "scatter": (MRS, matmul_args(), ["mm", RS]),
+    "bias": (MRS, matmul_args(bias=(32,)), ["mm", RS, SUM]),
+    "fp32 bias": (MRS, matmul_args(bias=(32, F32), residual=(8, 32)), ["mm", RS, SUM]),
+    "fp32 on the wire": (MRS, matmul_args(wire_dtype=F32), ["mm", RS, SUM]),
+    "fp32 result": (MRS, matmul_args(out_dtype=F32), ["mm", RS, SUM]),
+    "batch": (MRS, matmul_args(**BATCH), ["mm", "clone", RS], ["mm", "clone", A2A, SUM]),
+    "batch of one": (MRS, matmul_args(x=(1, 64, 16), scatter_dim=1), ["mm", RS]),
+    "uneven": (MRS, matmul_args(x=(60, 16), shard_sizes=UNEVEN), ["mm", f"{RS} of a list"]),
+    "reduce": (MAR, matmul_args(), ["mm", AR]),
+    "reduce, bias": (MAR, matmul_args(bias=(32,), residual=(64, 32)), ["mm", AR, SUM]),
+    "reduce, fp32 on the wire": (MAR, matmul_args(wire_dtype=F32), ["mm", AR, SUM]),
+    "reduce, odd": (MAR, matmul_args(x=(63, 16)), ["mm", AR], ["mm", A2A, SUM, f"{AG} of a list"]),
     "reduce_scatter": (RS, arguments(x=(64, 32)), [RS]),
     "all_reduce": (AR, arguments(x=(64, 32)), ["copy_", AR]),
     "all_reduce_": (IN_PLACE, arguments(x=(64, 32)), [AR]),
@@ -193,7 +193,7 @@ def test_a_large_reduction(op: str) -> None:
     After the matmul, "vendor" reads and writes no bytes. "ordered" reads the partial sums of one
     shard and writes the result.
     """
-    make = factors(x=(8192, 1024), w=(1024, 8192))
+    make = matmul_args(x=(8192, 1024), w=(1024, 8192))
     operand, partial = 2 * 8192 * 1024, 2 * 8192 * 8192
     for numerics, extra_bytes in ((VENDOR, 0), (ORDERED, partial + partial // WORLD)):
         queue = record_queue(op, numerics, make)
@@ -215,7 +215,7 @@ def by_torch(launches: list[str]) -> bool:
     [
         (AR, arguments(x=(64, 32), weight=(32,)), ["copy_", AR]),
         (AR, arguments(x=(64, 32), weight=(32,), residual=(64, 32)), ["copy_", AR, SUM]),
-        (MAR, factors(norm_weight=(32,), residual=(64, 32)), ["mm", AR, SUM]),
+        (MAR, matmul_args(norm_weight=(32,), residual=(64, 32)), ["mm", AR, SUM]),
     ],
 )
 def test_a_normalisation_follows_the_sum(

@@ -43,10 +43,10 @@ def arguments(op: str, packed: bool, group: dist.ProcessGroup, rows: int = 2) ->
         w = tpkernels.pack(w)
     if op == "all_gather_matmul":
         return [x, [w], name]
-    factors = [x, w] if "matmul" in op else [x]
+    tensor_args = [x, w] if "matmul" in op else [x]
     if op.endswith("_rms_norm"):
-        factors.append(torch.ones(6 if "matmul" in op else 8))
-    return [*factors, name]
+        tensor_args.append(torch.ones(6 if "matmul" in op else 8))
+    return [*tensor_args, name]
 
 
 @pytest.mark.parametrize("world", [WORLD, 1])
@@ -86,12 +86,12 @@ def variants(op: str, dtype: torch.dtype) -> list[Case]:
     """Return cases. Only some of them can run in the extension."""
     spec, n = SPECS[op.removesuffix("_")], 2 * WORLD
     high_precision = torch.float64 if dtype == torch.float64 else torch.float32
-    factors: dict[str, Any] = {}
+    weight_dims: dict[str, Any] = {}
     if spec.has_matmul:
-        factors = {"n": (n, 4)} if spec.gathers else {"k": (4,)}
+        weight_dims = {"n": (n, 4)} if spec.gathers else {"k": (4,)}
     cases = []
     for leading_dims in ((WORLD,), (2 * WORLD, 3), (40 * WORLD,)):
-        case = Case(op=op, shape=(*leading_dims, n), dtype=dtype, **factors)
+        case = Case(op=op, shape=(*leading_dims, n), dtype=dtype, **weight_dims)
         more = [replace(case, layout=layout) for layout in ("transposed", "sliced")]
         if not spec.keeps_sum:
             more.append(replace(case, dim=len(leading_dims), return_gathered=spec.gathers))

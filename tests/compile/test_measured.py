@@ -47,7 +47,7 @@ def group_on_gpus(op: str = AR, ms: dict[str, float] | None = None) -> Iterator[
         mock.patch.object(compile_graph, "reason_against_replacement", on_gpus),
     ):
         if ms is not None:
-            tables = groups.get(group.group_name).measured.tables
+            tables = groups.get(group.group_name).planner_inputs.tables
             tables["cuda"] = make_table(op, **ms)
         yield group
 
@@ -103,7 +103,7 @@ def test_autotune_and_timings_are_part_of_the_inductor_key() -> None:
         with tpkernels.autotune(group):
             outcome = run_pass(make_graph(AR, group), [torch.ones(M, K)])
             keys.append(fusion.uuid())
-        groups.get(name).measured.tables["cuda"] = make_table(AR, **FAST)
+        groups.get(name).planner_inputs.tables["cuda"] = make_table(AR, **FAST)
         keys.append(fusion.uuid())
         assert (outcome, [key == keys[0] for key in keys]) == (AR, [True, True, False, False])
 

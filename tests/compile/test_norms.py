@@ -192,7 +192,9 @@ def variants_job() -> None:
         on_gpus = lambda g, op, _, **options: find_reason(g, op, "cuda", **options)  # noqa: E731
         with mock.patch.object(compile_graph, "reason_against_replacement", on_gpus):
             for ms, count in ((FAST, {MATMUL: 2}), (SLOW, {})):
-                groups.get(name).measured.tables["cuda"] = Table((measured(spec, "cuda", **ms),))
+                groups.get(name).planner_inputs.tables["cuda"] = Table(
+                    (measured(spec, "cuda", **ms),)
+                )
                 _, _, report = run_traced(twice, args)
                 assert report.counts == count, f"{ms}: {report}"
 

@@ -22,8 +22,8 @@ from tests.support.emulated import (
     all_reduce,
     configure_driver,
     host_sum,
-    kernel_space,
     launch_counters,
+    make_workspace,
     on_ranks,
     random,
     require_no_failures,
@@ -52,8 +52,8 @@ def test_sums_match_the_host_bitwise(variant: str) -> None:
     sizes = max(COUNTS), dist.get_world_size(), 4
     layouts = [all_reduce_layout(variant, *sizes, out) for out in (4, 2)]
     signals, nbytes = (max(getattr(cut, name) for cut in layouts) for name in ("signals", "nbytes"))
-    space = kernel_space(signals=signals, buffer_bytes=nbytes)
-    rank, world, wrong = space.rank, space.world, []
+    workspace = make_workspace(signals=signals, buffer_bytes=nbytes)
+    rank, world, wrong = workspace.rank, workspace.world, []
     cases = itertools.product(COUNTS, DTYPES, (F32, BF16), (None, F16), (0, 1))
     for number, (count, dtype, out_dtype, residual_dtype, offset) in enumerate(cases):
         xs = [random(count, dtype, 100 * number + r, offset) for r in range(world)]
@@ -64,45 +64,51 @@ def test_sums_match_the_host_bitwise(variant: str) -> None:
             xs[rank].clone() if in_place else torch.empty(count + offset, dtype=out_dtype)[offset:]
         )
         all_reduce(
-            space, number + 1, out if in_place else xs[rank], out, bias, residual, variant=variant
+            workspace,
+            number + 1,
+            out if in_place else xs[rank],
+            out,
+            bias,
+            residual,
+            variant=variant,
         )
         if not same_bits(out, host_sum(xs, out_dtype, bias, residual)):
             wrong.append(f"{count} {dtype} {out_dtype} {residual_dtype} {offset}")
-    require_no_failures(wrong, space)
+    require_no_failures(wrong, workspace)
 
 
-def uneven_sizes(space: DeviceWorkspace, rows: int) -> tuple[int, ...]:
+def uneven_sizes(workspace: DeviceWorkspace, rows: int) -> tuple[int, ...]:
     """Return uneven shard sizes, with an empty shard among three."""
-    return tuple(rows * (r % 3) + (r % 2) for r in range(space.world))
+    return tuple(rows * (r % 3) + (r % 2) for r in range(workspace.world))
 
 
 def gather(
-    space: DeviceWorkspace, signature: int, row: int, dtype: torch.dtype, variant: str
+    workspace: DeviceWorkspace, signature: int, row: int, dtype: torch.dtype, variant: str
 ) -> bool:
-    sizes = uneven_sizes(space, 3)
+    sizes = uneven_sizes(workspace, 3)
     xs = [random(n * row, dtype, 50 + r).view(n, row) for r, n in enumerate(sizes)]
     out = torch.full((sum(sizes), row), 77, dtype=dtype)
-    x = xs[space.rank]
-    cuda.prepare_all_gather(x, out, sizes, variant).bind(space, signature)(x, out)
+    x = xs[workspace.rank]
+    cuda.prepare_all_gather(x, out, sizes, variant).bind(workspace, signature)(x, out)
     return same_bits(out, torch.cat(xs))
 
 
 def scatter(
-    space: DeviceWorkspace,
+    workspace: DeviceWorkspace,
     signature: int,
     row: int,
     dtype: torch.dtype,
     variant: str,
     epilogue: bool = False,
 ) -> bool:
-    sizes, rank = uneven_sizes(space, 3), space.rank
+    sizes, rank = uneven_sizes(workspace, 3), workspace.rank
     begin = sum(sizes[:rank])
-    xs = [random(sum(sizes) * row, dtype, 60 + r).view(-1, row) for r in range(space.world)]
+    xs = [random(sum(sizes) * row, dtype, 60 + r).view(-1, row) for r in range(workspace.world)]
     bias = random(row, F32, 7) if epilogue else None
     residual = random(sizes[rank] * row, BF16, 8 + rank).view(-1, row) if epilogue else None
     out = torch.empty(sizes[rank], row, dtype=dtype)
     prepared = cuda.prepare_reduce_scatter(xs[rank], out, sizes, bias, residual, variant)
-    prepared.bind(space, signature)(xs[rank], out, bias, residual)
+    prepared.bind(workspace, signature)(xs[rank], out, bias, residual)
     shards = [x[begin : begin + sizes[rank]].contiguous() for x in xs]
     return same_bits(out, host_sum(shards, dtype, bias, residual))
 
@@ -110,32 +116,32 @@ def scatter(
 @pytest.mark.parametrize("world", sweep([3, 1, 4]))
 @on_ranks()
 def test_shards() -> None:
-    space, wrong = kernel_space(signals=SIGNALS), []
+    workspace, wrong = make_workspace(signals=SIGNALS), []
     cases = itertools.product((1, 5, 8, 64), DTYPES, ("ll", "one_shot"))
     for number, (row, dtype, variant) in enumerate(cases):
         for kind, right in (
-            ("gather", gather(space, 3 * number + 1, row, dtype, variant)),
-            ("scatter", scatter(space, 3 * number + 2, row, dtype, variant)),
-            ("epilogue", scatter(space, 3 * number + 3, row, dtype, variant, epilogue=True)),
+            ("gather", gather(workspace, 3 * number + 1, row, dtype, variant)),
+            ("scatter", scatter(workspace, 3 * number + 2, row, dtype, variant)),
+            ("epilogue", scatter(workspace, 3 * number + 3, row, dtype, variant, epilogue=True)),
         ):
             if not right:
                 wrong.append(f"{kind} {row} {dtype} {variant}")
-    require_no_failures(wrong, space)
+    require_no_failures(wrong, workspace)
 
 
 @pytest.mark.parametrize("world", sweep([2, 3]))
 @on_ranks()
 def test_several_blocks() -> None:
     """Run calls of several blocks, two at a time."""
-    wrong, space = [], kernel_space(signals=1 << 14)
-    sums = [random(20_000, BF16, r) for r in range(space.world)]
+    wrong, workspace = [], make_workspace(signals=1 << 14)
+    sums = [random(20_000, BF16, r) for r in range(workspace.world)]
     for variant in VARIANTS[1:]:  # their sums use twice the lines
-        all_reduce(space, 1, sums[space.rank], out := torch.empty(20_000), variant=variant)
+        all_reduce(workspace, 1, sums[workspace.rank], out := torch.empty(20_000), variant=variant)
         if not same_bits(out, host_sum(sums, F32)):
             wrong.append(f"{variant} in blocks")
-    if not (gather(space, 2, 2000, F32, "ll") and scatter(space, 3, 2000, F32, "ll")):
+    if not (gather(workspace, 2, 2000, F32, "ll") and scatter(workspace, 3, 2000, F32, "ll")):
         wrong.append("shards in blocks")
-    require_no_failures(wrong, space)
+    require_no_failures(wrong, workspace)
 
 
 def count_wrong_calls(delay_us: int, previous_epoch: int = 0, **broken: bool) -> tuple[int, bool]:
@@ -149,10 +155,10 @@ def count_wrong_calls(delay_us: int, previous_epoch: int = 0, **broken: bool) ->
     Returns:
         The number of wrong calls on all ranks, and the result of `has_stale_signals`.
     """
-    space, wrong = kernel_space(signals=SIGNALS), 0
-    space.state[EPOCH] = previous_epoch
+    workspace, wrong = make_workspace(signals=SIGNALS), 0
+    workspace.state[EPOCH] = previous_epoch
     dist.barrier()
-    space.set_chaos(seed=space.rank, max_delay_us=delay_us, **broken)
+    workspace.set_chaos(seed=workspace.rank, max_delay_us=delay_us, **broken)
     variants = (
         "ll",
         "ll_two_shot",
@@ -171,22 +177,22 @@ def count_wrong_calls(delay_us: int, previous_epoch: int = 0, **broken: bool) ->
         if variant == "shards":
             shards = (gather, scatter)[call // 8 % 2]
             variant = "one_shot" if broken else ("one_shot", "ll")[call // 16 % 2]
-            wrong += not shards(space, call + 1, 5 + call, F32, variant)
+            wrong += not shards(workspace, call + 1, 5 + call, F32, variant)
             continue
-        after_next = int(space.state[EPOCH]) + 3 if previous_epoch == 0 else call
+        after_next = int(workspace.state[EPOCH]) + 3 if previous_epoch == 0 else call
         count = 200 + 37 * (call % 5)
         x = torch.full((count,), after_next, dtype=torch.int32).view(F32)  # denormal
         out = x if call % 3 == 0 else torch.empty_like(x)
-        all_reduce(space, call + 1, x, out, variant=variant)
-        wrong += not bool((out.view(torch.int32) == after_next * space.world).all())
-    return sum_over_ranks(wrong + (space.failure() is not None)), has_stale_signals(space)
+        all_reduce(workspace, call + 1, x, out, variant=variant)
+        wrong += not bool((out.view(torch.int32) == after_next * workspace.world).all())
+    return sum_over_ranks(wrong + (workspace.failure() is not None)), has_stale_signals(workspace)
 
 
-def has_stale_signals(space: DeviceWorkspace) -> bool:
+def has_stale_signals(workspace: DeviceWorkspace) -> bool:
     """Return True if signals from before a wraparound remain. Their epoch is above the current."""
-    region = torch.frombuffer(space._memory[space.rank], dtype=torch.int64)
-    epochs = region[: 2 * space.world * space.signals] & 0xFFFF_FFFF
-    return bool((epochs > int(space.state[EPOCH])).any())
+    region = torch.frombuffer(workspace._memory[workspace.rank], dtype=torch.int64)
+    epochs = region[: 2 * workspace.world * workspace.signals] & 0xFFFF_FFFF
+    return bool((epochs > int(workspace.state[EPOCH])).any())
 
 
 @pytest.mark.parametrize("world", sweep([4, 2, 3]))
@@ -216,15 +222,15 @@ def test_torn_lines_are_not_read(how: str) -> None:
 
     Negative controls: one flag per 16 bytes, and 8-byte words that are stored in halves.
     """
-    space, wrong = kernel_space(signals=SIGNALS), 0
+    workspace, wrong = make_workspace(signals=SIGNALS), 0
     with configure_driver(tearing=TEARINGS.index(how)):
         for call in range(150):
-            x = torch.arange(64).add(call + 2 * space.rank).to(F32)
+            x = torch.arange(64).add(call + 2 * workspace.rank).to(F32)
             out = torch.empty_like(x)
-            all_reduce(space, call + 1, x, out, variant=("ll", "ll_two_shot")[call % 2])
-            xs = [torch.arange(64).add(call + 2 * r) for r in range(space.world)]
+            all_reduce(workspace, call + 1, x, out, variant=("ll", "ll_two_shot")[call % 2])
+            xs = [torch.arange(64).add(call + 2 * r) for r in range(workspace.world)]
             wrong += not torch.equal(out, torch.stack(xs).sum(0).to(F32))
-    wrong = sum_over_ranks(wrong + (space.failure() is not None))
+    wrong = sum_over_ranks(wrong + (workspace.failure() is not None))
     assert (wrong > 0) == (how != TEARINGS[0]), wrong
 
 
@@ -257,26 +263,28 @@ def test_sequential_operations_of_a_call() -> None:
 
     A release waits until the stores before it arrive, a round trip.
     """
-    space, counters = kernel_space(signals=1 << 14), {}
-    x, sizes = torch.ones(128), (128,) * space.world
-    column, columns = x.view(-1, 1), torch.empty(128 * space.world, 1)
+    workspace, counters = make_workspace(signals=1 << 14), {}
+    x, sizes = torch.ones(128), (128,) * workspace.world
+    column, columns = x.view(-1, 1), torch.empty(128 * workspace.world, 1)
     with configure_driver(threads=8):
         for variant in VARIANTS:
-            all_reduce(space, 1, x, x, variant=variant)
+            all_reduce(workspace, 1, x, x, variant=variant)
             counters[f"all_reduce {variant}"] = launch_counters()
         for variant in ("one_shot", "ll"):
-            cuda.prepare_all_gather(column, columns, sizes, variant).bind(space, 2)(column, columns)
+            cuda.prepare_all_gather(column, columns, sizes, variant).bind(workspace, 2)(
+                column, columns
+            )
             counters[f"all_gather {variant}"] = launch_counters()
             prepared = cuda.prepare_reduce_scatter(columns, column, sizes, variant=variant)
-            prepared.bind(space, 3)(columns, column)
+            prepared.bind(workspace, 3)(columns, column)
             counters[f"reduce_scatter {variant}"] = launch_counters()
-        all_reduce(space, 4, (x := torch.ones(4096)), x, variant="ll")
+        all_reduce(workspace, 4, (x := torch.ones(4096)), x, variant="ll")
         counters["all_reduce in 2 blocks"] = launch_counters()
     low = {f"{op} ll": (2, 0, 0) for op in ("all_reduce", "all_gather", "reduce_scatter")}
     assert counters == low | {
-        "all_reduce two_shot": (8 + space.world - 1, 3, 0),
+        "all_reduce two_shot": (8 + workspace.world - 1, 3, 0),
         "all_reduce ll_two_shot": (2, 0, 0),
-        "all_gather one_shot": (5 + space.world - 1, 2, 0),
+        "all_gather one_shot": (5 + workspace.world - 1, 2, 0),
         "reduce_scatter one_shot": (6, 2, 0),
         "all_reduce in 2 blocks": (2, 0, 1),
     }, counters
@@ -291,11 +299,11 @@ def test_copies_ordered_by_signals(skips: bool) -> None:
 
     All-reduces run between the calls. Negative control: no rank waits.
     """
-    space = kernel_space()
-    space.set_chaos(seed=space.rank, max_delay_us=1000, skip_waits=skips)
-    rank, world, wrong = space.rank, space.world, 0
+    workspace = make_workspace()
+    workspace.set_chaos(seed=workspace.rank, max_delay_us=1000, skip_waits=skips)
+    rank, world, wrong = workspace.rank, workspace.world, 0
     for call in range(20):
-        with cuda.CopyCall(space, call + 1) as copies:
+        with cuda.CopyCall(workspace, call + 1) as copies:
             for i in range(1, world):
                 dst = (rank + i) % world
                 copies.put(torch.full((100,), 100 * call + 10 * rank + dst), 800 * dst)
@@ -307,19 +315,19 @@ def test_copies_ordered_by_signals(skips: bool) -> None:
                 wrong += not bool((chunk == 100 * call + 10 * source + rank).all())
         # The all-reduce stores to the bytes of the copies without waiting for peers first.
         out = torch.full((600,), call + rank, dtype=F32)
-        all_reduce(space, 1000 + call, out, out, variant="two_shot")
+        all_reduce(workspace, 1000 + call, out, out, variant="two_shot")
         wrong += not bool((out == world * call + sum(range(world))).all())
-    wrong = sum_over_ranks(wrong + (space.failure() is not None))
+    wrong = sum_over_ranks(wrong + (workspace.failure() is not None))
     assert (wrong > 0) == skips, wrong
 
 
 @on_ranks(3)
 def test_a_barrier_waits_for_every_rank() -> None:
-    space = kernel_space()
-    for late in range(space.world):
+    workspace = make_workspace()
+    for late in range(workspace.world):
         dist.barrier()
         begin = time.monotonic()
-        if space.rank == late:
+        if workspace.rank == late:
             time.sleep(0.1)
-        cuda.barrier(space, late + 1)
+        cuda.barrier(workspace, late + 1)
         assert time.monotonic() - begin >= 0.09

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import emulated, faults
-from tests.support.cuda_rehearsal import FUSED_OPS, cuda_code_path, kernel_space
+from tests.support.cuda_rehearsal import FUSED_OPS, cuda_code_path, get_cuda_workspace
 from tests.support.faults import Ending
 from tests.support.ranked import fresh_group, functions_called, on_ranks
 from tests.support.tiers import sweep
@@ -131,7 +131,7 @@ def test_workspace_changes_rebind_calls() -> None:
         workspace = faults.get_workspace(group)
         small, large = (make_call("matmul_reduce_scatter", group, rows) for rows in (32, 4096))
         small()
-        memory = kernel_space(group)
+        memory = get_cuda_workspace(group)
         first = memory.current
         for change in (
             lambda: None,
@@ -141,9 +141,9 @@ def test_workspace_changes_rebind_calls() -> None:
         ):
             change()
             small()
-            *_, space, _, _, timeout_ns, seed, _, _ = launches[-1][2]
+            *_, launched, _, _, timeout_ns, seed, _, _ = launches[-1][2]
             now = memory.current
-            assert space is now.argument and (timeout_ns, seed) == (now.timeout_ns, now.seed)
+            assert launched is now.argument and (timeout_ns, seed) == (now.timeout_ns, now.seed)
         assert memory.current is not first and memory.current.seed == 3
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import tpkernels
 from tests.support import faults
-from tests.support.cuda_rehearsal import cuda_code_path, kernel_space
+from tests.support.cuda_rehearsal import cuda_code_path, get_cuda_workspace
 from tests.support.emulated import on_ranks
 from tests.support.tiers import sweep, thorough
 from tpkernels import groups
@@ -97,9 +97,9 @@ def test_a_failure_found_in_a_capture_is_raised_after_it() -> None:
         call = functools.partial(faults.run_op, "all_gather", group, "direct")
         call()
         dist.barrier()
-        space = kernel_space(group).current
-        space.state[STATUS], space.state[PEER] = TIMEOUT, 1 - dist.get_rank()
-        space.control[FAILED] = 1
+        workspace = get_cuda_workspace(group).current
+        workspace.state[STATUS], workspace.state[PEER] = TIMEOUT, 1 - dist.get_rank()
+        workspace.control[FAILED] = 1
         with pytest.MonkeyPatch.context() as capturing:
             capture(capturing)
             # A capture must not read the failure record.
@@ -121,7 +121,7 @@ def test_memory_of_a_graph_stays_alive(captured: bool, broken: bool) -> None:
         capture(patch, captured)
         call()
         capture(patch, False)
-        memory = weakref.ref(kernel_space(group).current)
+        memory = weakref.ref(get_cuda_workspace(group).current)
         dist.barrier()
         if broken:
             groups.get(group.group_name).mark_broken(RuntimeError("of a test"))
@@ -190,15 +190,15 @@ def test_memory_is_released_after_the_last_kernel(end: str) -> None:
                 raise RuntimeError("an illegal memory access was encountered")
             if time.monotonic() > end_time:
                 return True
-            space = memory()
-            freed_early.append(space is None)
-            aborted.append(space is not None and bool(space.control[ABORT]))
+            workspace = memory()
+            freed_early.append(workspace is None)
+            aborted.append(workspace is not None and bool(workspace.control[ABORT]))
             return False
 
         use_events(patch, passed)
         group = faults.new_group()
         faults.run_op("all_gather", group, "direct")
-        memory = weakref.ref(kernel_space(group).current)
+        memory = weakref.ref(get_cuda_workspace(group).current)
         dist.barrier()
         handler = logging.Handler()
         handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
@@ -233,12 +233,12 @@ def test_the_event_covers_a_call_that_raised() -> None:
         use_events(patch, lambda: True)
         group = faults.new_group()
         faults.run_op("all_gather", group, "direct")
-        space, joined = kernel_space(group), []
-        patch.setattr(space.side, "join", lambda: joined.append("joined"))
-        event = space.event
+        cuda_workspace, joined = get_cuda_workspace(group), []
+        patch.setattr(cuda_workspace.side_streams, "join", lambda: joined.append("joined"))
+        event = cuda_workspace.event
         assert isinstance(event, Event)
         before = event.records
-        with pytest.raises(KeyError), space:
+        with pytest.raises(KeyError), cuda_workspace:
             raise KeyError
         assert joined == ["joined"] and event.records - before == 1
         dist.barrier()

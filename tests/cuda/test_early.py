@@ -26,8 +26,8 @@ from tests.support.emulated import (
     configure_driver,
     get_counter,
     host_sum,
-    kernel_space,
     library,
+    make_workspace,
     on_ranks,
     random,
     same_bits,
@@ -43,14 +43,14 @@ SHAPE = (3, 264)
 
 
 def reduced(
-    space: DeviceWorkspace, signature: int, x: torch.Tensor, variant: str, norm: bool
+    workspace: DeviceWorkspace, signature: int, x: torch.Tensor, variant: str, norm: bool
 ) -> torch.Tensor:
     """Return the sum of one early launch."""
     if norm:
-        return normed_all_reduce(space, signature, x, torch.ones(x.shape[-1]), variant, early=True)[
-            1
-        ]
-    all_reduce(space, signature, x, out := torch.empty_like(x), variant=variant, early=True)
+        return normed_all_reduce(
+            workspace, signature, x, torch.ones(x.shape[-1]), variant, early=True
+        )[1]
+    all_reduce(workspace, signature, x, out := torch.empty_like(x), variant=variant, early=True)
     return out
 
 
@@ -61,16 +61,18 @@ def test_an_early_launch_waits_for_its_input(awaited: bool) -> None:
 
     Negative control: launches do not wait. A delayed rank may then find its input by chance.
     """
-    space, begin, wrong = kernel_space(signals=1 << 14), get_counter("early"), 0
+    workspace, begin, wrong = make_workspace(signals=1 << 14), get_counter("early"), 0
     with configure_driver(awaited=awaited):
         for number, (variant, norm) in enumerate(2 * CASES):
-            xs = [random(SHAPE[0] * SHAPE[1], BF16, 10 * number + r) for r in range(space.world)]
-            x = xs[space.rank].clone().view(SHAPE)
+            xs = [
+                random(SHAPE[0] * SHAPE[1], BF16, 10 * number + r) for r in range(workspace.world)
+            ]
+            x = xs[workspace.rank].clone().view(SHAPE)
             library().emulated_previous(ctypes.c_void_p(x.data_ptr()), ctypes.c_size_t(x.nbytes))
-            got = reduced(space, number + 1, x, variant, norm)
+            got = reduced(workspace, number + 1, x, variant, norm)
             library().emulated_previous(None, ctypes.c_size_t(0))
             wrong += not same_bits(got.view(-1), host_sum(xs, BF16))
-            wrong += space.failure() is not None
+            wrong += workspace.failure() is not None
             dist.barrier()
     assert (wrong == 0) == awaited and get_counter("early") - begin == 2 * len(CASES), wrong
 
@@ -80,9 +82,11 @@ def test_an_early_launch_waits_for_its_input(awaited: bool) -> None:
 )
 @on_ranks(2)
 def test_requirements_of_early_launches(capability: int, version: int, early: int) -> None:
-    space, begin = kernel_space(signals=1 << 14), get_counter("early")
+    workspace, begin = make_workspace(signals=1 << 14), get_counter("early")
     with configure_driver(version=version, capability=capability):
-        assert bool((reduced(space, 1, torch.ones(SHAPE), "ll", False) == space.world).all())
+        assert bool(
+            (reduced(workspace, 1, torch.ones(SHAPE), "ll", False) == workspace.world).all()
+        )
     assert get_counter("early") - begin == early
 
 

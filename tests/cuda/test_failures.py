@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.cuda.test_rms_norm import SPACE, launch
+from tests.cuda.test_rms_norm import WORKSPACE_SIZE, launch
 from tests.support import emulated
 from tests.support.emulated import (
     all_reduce,
@@ -23,13 +23,13 @@ from tests.support.emulated import (
     get_counter,
     interpreted,
     is_all_nan,
-    kernel_space,
+    make_workspace,
     on_ranks,
 )
 from tests.support.tiers import sweep
 from tpkernels import _C, cuda
 from tpkernels.cuda import image
-from tpkernels.cuda.operands import kernel_space as space_argument
+from tpkernels.cuda.operands import kernel_workspace
 from tpkernels.launch import Ranks
 from tpkernels.symm.device import ABORTED, LAST_CHECK, MISMATCH, TIMEOUT, DeviceWorkspace
 
@@ -38,22 +38,22 @@ PROMPT = 5.0  # s; the default timeout of a wait is 20 s
 NORMED = ("normed ll", "normed ll_two_shot", "normed two_shot")
 
 
-def run_variant(variant: str, space: DeviceWorkspace, signature: int) -> list[torch.Tensor]:
+def run_variant(variant: str, workspace: DeviceWorkspace, signature: int) -> list[torch.Tensor]:
     """Run one call of this variant that contains a wait, and return its results."""
     if variant == "barrier":
-        cuda.barrier(space, signature)
+        cuda.barrier(workspace, signature)
         return []
     if variant == "copies":
-        with cuda.CopyCall(space, signature) as copies:
-            peer = (space.rank + 1) % space.world
+        with cuda.CopyCall(workspace, signature) as copies:
+            peer = (workspace.rank + 1) % workspace.world
             copies.publish(1)
             copies.fetch(peer, 1, torch.empty(8), 0)
         return []
     if variant in NORMED:
         x = torch.ones(3, 4160)
-        return list(launch(space, signature, x, x[0], variant.removeprefix("normed ")))
+        return list(launch(workspace, signature, x, x[0], variant.removeprefix("normed ")))
     x = torch.ones(192)  # two-shot: one segment per rank
-    all_reduce(space, signature, x, x, variant=variant)
+    all_reduce(workspace, signature, x, x, variant=variant)
     return [x]
 
 
@@ -66,25 +66,25 @@ def test_an_absent_rank_is_a_timeout(variant: str) -> None:
 
     The queued calls access no peer. A two-shot call publishes its shard before its first wait.
     """
-    space = kernel_space(SHORT, **SPACE)
-    run_variant(variant, space, 5)
+    workspace = make_workspace(SHORT, **WORKSPACE_SIZE)
+    run_variant(variant, workspace, 5)
     dist.barrier()
-    if space.rank == 1:
+    if workspace.rank == 1:
         dist.barrier()  # rank 0 has timed out
-        entered = (5 << 32) | (int(space.state[0]) + 1)
-        signals = torch.frombuffer(space._memory[1], dtype=torch.int64)
-        sources = signals[: 4 * space.signals].view(2, 2, space.signals)[:, 0]
+        entered = (5 << 32) | (int(workspace.state[0]) + 1)
+        signals = torch.frombuffer(workspace._memory[1], dtype=torch.int64)
+        sources = signals[: 4 * workspace.signals].view(2, 2, workspace.signals)[:, 0]
         num_signals = int((sources == entered)[:, 1:].sum())
         publishes = variant in ("two_shot", NORMED[2])
         assert (num_signals > 0) == publishes, num_signals
         return
     begin = time.monotonic()
-    results = run_variant(variant, space, 5)
-    seconds, failure = time.monotonic() - begin, space.failure()
-    region = torch.frombuffer(space._memory[1], dtype=torch.uint8)
+    results = run_variant(variant, workspace, 5)
+    seconds, failure = time.monotonic() - begin, workspace.failure()
+    region = torch.frombuffer(workspace._memory[1], dtype=torch.uint8)
     before, begin = region.clone(), time.monotonic()
     for _ in range(2):
-        run_variant(variant, space, 5)
+        run_variant(variant, workspace, 5)
     assert torch.equal(region, before) and time.monotonic() - begin < 2 * SHORT
     dist.barrier()
     assert is_all_nan(results) and SHORT <= seconds < 2 * SHORT + PROMPT, seconds
@@ -102,10 +102,10 @@ def test_different_calls_are_a_mismatch_on_both_ranks(variant: str, other: str) 
 
     Signals of another variant also contain the epoch, at offsets of data.
     """
-    space = kernel_space(**SPACE)
-    rank, begin = space.rank, time.monotonic()
-    results = run_variant((variant, other)[rank], space, 5 + rank)
-    failure = space.failure()
+    workspace = make_workspace(**WORKSPACE_SIZE)
+    rank, begin = workspace.rank, time.monotonic()
+    results = run_variant((variant, other)[rank], workspace, 5 + rank)
+    failure = workspace.failure()
     assert is_all_nan(results) and time.monotonic() - begin < PROMPT
     assert failure is not None and failure[:2] == (MISMATCH, 1 - rank), failure
     if variant == other:
@@ -115,13 +115,13 @@ def test_different_calls_are_a_mismatch_on_both_ranks(variant: str, other: str) 
 @on_ranks(2)
 def test_abort_ends_a_wait() -> None:
     """Rank 0 waits while the host reports that rank 1 is lost."""
-    space, begin = kernel_space(), time.monotonic()
-    if space.rank == 0:
-        timer = threading.Timer(0.2, space.abort, [1])
+    workspace, begin = make_workspace(), time.monotonic()
+    if workspace.rank == 0:
+        timer = threading.Timer(0.2, workspace.abort, [1])
         timer.start()
-        run_variant("two_shot", space, 5)
+        run_variant("two_shot", workspace, 5)
         timer.join()
-        failure = space.failure()
+        failure = workspace.failure()
         assert failure is not None and failure[:2] == (ABORTED, 1), failure
         assert 0.2 <= time.monotonic() - begin < 0.2 + PROMPT
     dist.barrier()
@@ -133,12 +133,12 @@ def _wait_after_check(call: Callable[[DeviceWorkspace], object]) -> None:
     The device believes that its last check is in the future. So it does not see the abort flag, and
     the wait times out.
     """
-    space = kernel_space(SHORT, **SPACE)
-    if space.rank == 0:
-        space.abort(1)
-        space.state[LAST_CHECK] = time.monotonic_ns() + int(100e9)
-        call(space)
-        failure = space.failure()
+    workspace = make_workspace(SHORT, **WORKSPACE_SIZE)
+    if workspace.rank == 0:
+        workspace.abort(1)
+        workspace.state[LAST_CHECK] = time.monotonic_ns() + int(100e9)
+        call(workspace)
+        failure = workspace.failure()
         assert failure is not None and failure[:2] == (TIMEOUT, 1), failure
     dist.barrier()
 
@@ -150,16 +150,16 @@ def test_device_waits_check_the_host_periodically(variant: str) -> None:
 
     Reads of host memory by every waiting block slow an H200 down to a tenth.
     """
-    _wait_after_check(lambda space: run_variant(variant, space, 5))
+    _wait_after_check(lambda workspace: run_variant(variant, workspace, 5))
 
 
 @interpreted(2)
 def test_programs_check_the_host_periodically() -> None:
-    def multiply(space: DeviceWorkspace) -> None:
+    def multiply(workspace: DeviceWorkspace) -> None:
         x, w, out = torch.ones(4, 8), torch.ones(8, 8), torch.empty(2, 8)
         sizes, wire = (2, 2), torch.float32
         prepared = matmul_reduce_scatter.prepare(INTERPRETER, x, w, sizes, wire)
-        prepared.bind(space, 5)(x, w, None, None, out)
+        prepared.bind(workspace, 5)(x, w, None, None, out)
 
     from tpkernels.kernels import matmul_reduce_scatter
     from tpkernels.kernels.configs import INTERPRETER
@@ -175,21 +175,24 @@ def test_results_of_a_failed_wait_are_not_used(variant: str) -> None:
     Each rank gets either the correct result, or NaN and a failure.
     """
     rank = dist.get_rank()
-    space = kernel_space(SHORT if rank == 0 else 2 * SHORT)
+    workspace = make_workspace(SHORT if rank == 0 else 2 * SHORT)
     out = torch.zeros(192)
     if rank == 2:
         dist.recv(torch.empty(1), 0)
-    all_reduce(space, 5, torch.full((192,), 1.0 + rank), out, variant=variant)
+    all_reduce(workspace, 5, torch.full((192,), 1.0 + rank), out, variant=variant)
     if rank == 0:
         dist.send(torch.empty(1), 2)
     dist.barrier()
-    correct, failed = bool((out == 6.0).all()), space.failure() is not None and is_all_nan([out])
+    correct, failed = (
+        bool((out == 6.0).all()),
+        workspace.failure() is not None and is_all_nan([out]),
+    )
     assert correct != failed and not (correct and rank == 0)
 
 
-def _litmus_args(space: DeviceWorkspace) -> tuple[Any, Any]:
+def _litmus_args(workspace: DeviceWorkspace) -> tuple[Any, Any]:
     """Return the arguments of a litmus test that never runs."""
-    return space_argument(space, 1), _C.cuda.Litmus(0, 0, 0, 16)
+    return kernel_workspace(workspace, 1), _C.cuda.Litmus(0, 0, 0, 16)
 
 
 def driver_job(driver: str) -> None:
@@ -217,14 +220,17 @@ def driver_job(driver: str) -> None:
         "^GPU 3 does not exist; the driver reports a GPU count of 1$",
         lambda: image.kernels(3),
     )
-    space, device = kernel_space(), torch.device("cpu")
+    workspace, device = make_workspace(), torch.device("cpu")
     with configure_driver(capability=80):
         obstacle = cuda.multicast_unsupported(device)
         assert obstacle == "needs compute capability 9.0 or higher; cpu has 8.0", obstacle
-        litmus = functools.partial(image.launch, "litmus_bulk", device, *_litmus_args(space))
+        litmus = functools.partial(image.launch, "litmus_bulk", device, *_litmus_args(workspace))
         raises(NotImplementedError, "litmus_bulk needs a GPU of compute capability 9.0", litmus)
     assert cuda.multicast_unsupported(device) is None
-    with configure_driver("cuStreamWriteValue64", 719), cuda.CopyCall(space, 1, flags=1) as copies:
+    with (
+        configure_driver("cuStreamWriteValue64", 719),
+        cuda.CopyCall(workspace, 1, flags=1) as copies,
+    ):
         match = r"^cuStreamWriteValue64: CUDA_ERROR_EMULATED \(on request\)$"
         raises(RuntimeError, match, lambda: copies.set_flag(0))
     call()
@@ -241,12 +247,12 @@ def test_driver_errors_have_names(cuda_driver: str) -> None:
 def test_without_a_driver_every_entry_raises() -> None:
     x = torch.ones(4)
     region = torch.zeros(1 << 16, dtype=torch.uint8)
-    space = DeviceWorkspace([region.data_ptr()], region, 0, 8, 1 << 10, 1.0)
+    workspace = DeviceWorkspace([region.data_ptr()], region, 0, 8, 1 << 10, 1.0)
     entries = [
-        lambda: all_reduce(space, 1, x, x),
+        lambda: all_reduce(workspace, 1, x, x),
         lambda: cuda.sum_partials(x, [x]),
-        lambda: cuda.barrier(space, 1),
-        lambda: cuda.CopyCall(space, 1),
+        lambda: cuda.barrier(workspace, 1),
+        lambda: cuda.CopyCall(workspace, 1),
         _C.cuda.driver_version,
         _C.cuda.device_count,
         lambda: _C.cuda.Kernels(0, b"an image"),

@@ -23,8 +23,8 @@ from tests.support.emulated import (
     configure_driver,
     get_counter,
     interpreted,
-    kernel_space,
     library,
+    make_workspace,
     on_ranks,
 )
 from tests.support.tiers import sweep
@@ -36,17 +36,17 @@ from tpkernels.symm.device import FLAGS_OFFSET, MAX_FLAGS
 @on_ranks(2)
 def test_call_begins_with_cleared_flags() -> None:
     """Abandon the second of three calls. Each call must begin with all flags cleared."""
-    space, flag_values = kernel_space(), []
+    workspace, flag_values = make_workspace(), []
 
     def record_flags() -> None:
-        flag_values.append(space.state[FLAGS_OFFSET : FLAGS_OFFSET + 3].tolist())
+        flag_values.append(workspace.state[FLAGS_OFFSET : FLAGS_OFFSET + 3].tolist())
 
     def call(gives_up: bool = False) -> None:
-        with cuda.CopyCall(space, 7, flags=2) as copies:
+        with cuda.CopyCall(workspace, 7, flags=2) as copies:
             record_flags()
             copies.set_flag(1)
             if gives_up:  # the peer waits for the end of the call
-                copies._kernels.launch("call_end", 0, copies._space_args, _C.cuda.Results([]))
+                copies._kernels.launch("call_end", 0, copies._workspace_args, _C.cuda.Results([]))
                 raise KeyError("given up")
             copies.set_flag(0)
         record_flags()
@@ -68,8 +68,8 @@ def test_matmul_waits_for_each_chunk_flag(late: bool) -> None:
     from tpkernels.kernels import all_gather_matmul as kernel
     from tpkernels.kernels.configs import INTERPRETER
 
-    space = kernel_space(buffer_bytes=1 << 14)
-    rank, sizes, k = space.rank, (90, 50), 8
+    workspace = make_workspace(buffer_bytes=1 << 14)
+    rank, sizes, k = workspace.rank, (90, 50), 8
     shards = torch.arange(140.0 * k).remainder(11).view(-1, k).split(sizes)
     gathered, w, out = torch.full((140, k), torch.nan), torch.ones(k, 33), torch.empty(140, 33)
     with pytest.MonkeyPatch.context() as patch:
@@ -88,18 +88,18 @@ def test_matmul_waits_for_each_chunk_flag(late: bool) -> None:
             gathered[begin + chunk_begins[chunk] :][: len(chunk_data)] = chunk_data
             copies.set_flag(peer * arriving.chunks + chunk)
 
-    with cuda.CopyCall(space, 9, [out], flags=2 * arriving.chunks) as copies:
+    with cuda.CopyCall(workspace, 9, [out], flags=2 * arriving.chunks) as copies:
         thread = threading.Thread(target=produce_chunks, args=[copies])
         if late:
             thread.start()
         else:
-            space.state[FLAGS_OFFSET : FLAGS_OFFSET + 2 * arriving.chunks] = 1
-        arriving.prepared.bind(space, 9)(gathered, w, None, out)
+            workspace.state[FLAGS_OFFSET : FLAGS_OFFSET + 2 * arriving.chunks] = 1
+        arriving.prepared.bind(workspace, 9)(gathered, w, None, out)
         correct = torch.equal(out, torch.cat(shards).sum(1, True).expand(-1, 33))
         if not late:
             thread.start()
         thread.join()
-    assert correct == late and space.failure() is None
+    assert correct == late and workspace.failure() is None
 
 
 CHUNKS = 5
@@ -140,7 +140,7 @@ def test_chunk_flags_need_no_kernel(case: str) -> None:
 
 @on_ranks(2)
 def test_refusals() -> None:
-    call = functools.partial(cuda.CopyCall, kernel_space(), 3)
+    call = functools.partial(cuda.CopyCall, make_workspace(), 3)
     with call(flags=2) as copies:
         with pytest.raises(NotImplementedError, match="needs 65 results and 0 flags, but"):
             call([torch.empty(1)] * 65)
@@ -186,18 +186,18 @@ def test_replays_clear_and_set_flags() -> None:
     Check the fetched data, and the flags after begin and before end. The capture launches as many
     kernels as the eager call: begin, publish, wait, end.
     """
-    space, driver = kernel_space(), library()
+    workspace, driver = make_workspace(), library()
     x, got = torch.empty(50, dtype=torch.int64), torch.empty(50, dtype=torch.int64)
-    flags = space.state[FLAGS_OFFSET:][:3]
+    flags = workspace.state[FLAGS_OFFSET:][:3]
     flags_at_begin, flags_at_end = torch.empty(2, 3, dtype=torch.int64).unbind()
 
     def call() -> None:
-        with cuda.CopyCall(space, 5, flags=2) as copies:
+        with cuda.CopyCall(workspace, 5, flags=2) as copies:
             copy_flags = functools.partial(copies._kernels.copy, 0, src=flags.data_ptr(), nbytes=24)
             copy_flags(dst=flags_at_begin.data_ptr())
             copies.put(x, 0)
             copies.publish(1)
-            copies.fetch(1 - space.rank, 1, got, 0)
+            copies.fetch(1 - workspace.rank, 1, got, 0)
             copies.set_flag(1)
             copies.set_flag(0)
             copy_flags(dst=flags_at_end.data_ptr())
@@ -213,9 +213,9 @@ def test_replays_clear_and_set_flags() -> None:
     assert get_counter("launches") - launches == 4 + 2
     driver.cuGraphInstantiateWithFlags(ctypes.byref(executable), graph, ctypes.c_uint64(0))
     for i in range(4):
-        x.fill_(10 * i + space.rank)
+        x.fill_(10 * i + workspace.rank)
         driver.cuGraphLaunch(executable, None)
-        assert got.unique().tolist() == [10 * i + 1 - space.rank]
+        assert got.unique().tolist() == [10 * i + 1 - workspace.rank]
         assert (flags_at_begin.tolist(), flags_at_end.tolist()) == ([0, 0, 0], [1, 1, 0])
     driver.cuGraphExecDestroy(executable)
     driver.cuGraphDestroy(graph)

@@ -34,7 +34,7 @@ from tests.support.cuda_rehearsal import (
     Handle,
     SharedMemory,
     cuda_code_path,
-    kernel_space,
+    get_cuda_workspace,
     memory_with_handle,
     use_copy_engines,
     use_symmetric_memory,
@@ -584,8 +584,14 @@ def test_workspaces_are_allocated_on_a_separate_thread(
     for name in ("zeros", "empty", "tensor"):
         monkeypatch.setattr(torch, name, spied(getattr(torch, name)))
     with torch.inference_mode():
-        space = DeviceWorkspace([region.data_ptr()], region, 0, 8, 8, 1.0)
-        tensors = [space.regions, space.state, space.control, space.scratch, space.starts((2, 3))]
+        workspace = DeviceWorkspace([region.data_ptr()], region, 0, 8, 8, 1.0)
+        tensors = [
+            workspace.regions,
+            workspace.state,
+            workspace.control,
+            workspace.scratch,
+            workspace.starts((2, 3)),
+        ]
     assert len(threads) == len(tensors) and threading.get_ident() not in threads
     assert not any(tensor.is_inference() for tensor in tensors)
 
@@ -667,7 +673,7 @@ def killed_job(driver: str, op: str, algorithm: str) -> Ending | None:
         group = faults.new_group()
         call = make_call(op, algorithm, group)
         call()
-        kernel_space(group).check("a test")
+        get_cuda_workspace(group).check("a test")
         if group.rank() == 1:
             time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -723,9 +729,9 @@ def test_calls_after_a_failure_write_no_buffer(op: str, algorithm: str) -> None:
         group = faults.new_group(timeout=1.5)
         call = make_call(op, algorithm, group)
         call()
-        space = kernel_space(group).current
-        memory = (ctypes.c_uint8 * (2 * space.buffer_bytes)).from_address(
-            space.buffers(group.rank())
+        workspace = get_cuda_workspace(group).current
+        memory = (ctypes.c_uint8 * (2 * workspace.buffer_bytes)).from_address(
+            workspace.buffers(group.rank())
         )
         buffers = torch.frombuffer(memory, dtype=torch.uint8)
         buffers.fill_(0xA5)

@@ -23,8 +23,8 @@ from tests.support.emulated import (
     all_reduce,
     configure_driver,
     host_sum,
-    kernel_space,
     launch_counters,
+    make_workspace,
     on_ranks,
     random,
     require_no_failures,
@@ -44,7 +44,7 @@ from tpkernels.symm.device import EPOCH, LAST_EPOCH, DeviceWorkspace
 VARIANTS = ("ll", "ll_two_shot", "two_shot")
 SHAPES = ((0, 8), (1, 8), (3, 264), (2, 4160), (1, 9000), (70, 16))  # 1, 2 and 4 blocks per row
 MAX_ELEMENTS = 5 * 4160
-SPACE = {
+WORKSPACE_SIZE = {
     "signals": ll_signals(4 * MAX_ELEMENTS, 4 * MAX_ELEMENTS),
     "buffer_bytes": 16 * MAX_ELEMENTS,
 }
@@ -52,7 +52,7 @@ EPS = 1e-5
 
 
 def launch(
-    space: DeviceWorkspace,
+    workspace: DeviceWorkspace,
     signature: int,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -65,9 +65,9 @@ def launch(
     """Return (normed, total) of one call."""
     normed, total = torch.empty_like(x), torch.empty_like(x) if total is None else total
     prepared = cuda.prepare_normed_all_reduce(
-        space.world, x, total, normed, weight, EPS, bias, residual, variant, early
+        workspace.world, x, total, normed, weight, EPS, bias, residual, variant, early
     )
-    prepared.bind(space, signature)(x, total, normed, weight, bias, residual)
+    prepared.bind(workspace, signature)(x, total, normed, weight, bias, residual)
     return normed, total
 
 
@@ -76,17 +76,17 @@ def is_near(normed: torch.Tensor, total: torch.Tensor, weight: torch.Tensor) -> 
     return not rms_norm(total, weight, EPS).wrong(normed).any()
 
 
-def find_wrong_rows(space: DeviceWorkspace) -> list[str]:
+def find_wrong_rows(workspace: DeviceWorkspace) -> list[str]:
     """Run all dtypes, shapes, epilogues, weights and variants, and describe wrong results."""
     wrong, cases = [], itertools.product(SHAPES, DTYPES, (False, True))
     for number, (shape, dtype, has_epilogue) in enumerate(cases):
         count, columns = shape[0] * shape[1], shape[1]
         misalignment = number % 2  # elements, on rank 0
-        offsets = [misalignment if r == 0 else 0 for r in range(space.world)]
+        offsets = [misalignment if r == 0 else 0 for r in range(workspace.world)]
         flats = [random(count, dtype, 100 * number + r, offset) for r, offset in enumerate(offsets)]
         if columns == 264:  # eps affects small values
             flats = [x * 2**-9 for x in flats]
-        x = flats[space.rank].view(shape)
+        x = flats[workspace.rank].view(shape)
         weight = random(columns, F32 if has_epilogue else dtype, 5, misalignment)
         bias = random(columns, DTYPES[number % 3], 7) if has_epilogue else None
         flat_residual = (
@@ -100,7 +100,7 @@ def find_wrong_rows(space: DeviceWorkspace) -> list[str]:
             wrong.append(f"{shape} {dtype} alone: beyond the bound")
         for offset, variant in enumerate(VARIANTS):
             normed, total = launch(
-                space, 1000 + 3 * number + offset, x, weight, variant, bias, residual
+                workspace, 1000 + 3 * number + offset, x, weight, variant, bias, residual
             )
             if not same_bits(total, want):
                 wrong.append(f"{shape} {dtype} {variant}: the sum")
@@ -116,8 +116,8 @@ def find_wrong_rows(space: DeviceWorkspace) -> list[str]:
 @on_ranks()
 def test_sums_and_rows(sm: int) -> None:
     with configure_driver(capability=sm):
-        space = kernel_space(**SPACE)
-        require_no_failures(find_wrong_rows(space), space)
+        workspace = make_workspace(**WORKSPACE_SIZE)
+        require_no_failures(find_wrong_rows(workspace), workspace)
 
 
 @on_ranks(1)
@@ -145,26 +145,26 @@ def count_wrong_calls(delay_us: int, previous_epoch: int = 0, **broken: bool) ->
     Returns:
         The number of wrong calls on all ranks.
     """
-    space = kernel_space(**SPACE)
-    space.state[EPOCH] = previous_epoch
+    workspace = make_workspace(**WORKSPACE_SIZE)
+    workspace.state[EPOCH] = previous_epoch
     weight, wants, results = torch.ones(4160), [], []
     for call in range(18):
         x = torch.arange((1 + call % 2) * 4160).add(call).remainder(7).view(-1, 4160)
-        wants.append((space.world * x + sum(range(space.world))).to(F32))
-        results.append((x + space.rank).to(F32))
+        wants.append((workspace.world * x + sum(range(workspace.world))).to(F32))
+        results.append((x + workspace.rank).to(F32))
     dist.barrier()
-    if broken and space.rank > 0:
+    if broken and workspace.rank > 0:
         delay_us = 0  # only rank 0 is delayed, so its peers are ahead
-    space.set_chaos(seed=space.rank, max_delay_us=delay_us, **broken)
+    workspace.set_chaos(seed=workspace.rank, max_delay_us=delay_us, **broken)
     for call, x in enumerate(results):
         if call % 6 == 5:
-            all_reduce(space, call + 1, x, x, variant=("two_shot", "ll")[call // 6 % 2])
+            all_reduce(workspace, call + 1, x, x, variant=("two_shot", "ll")[call // 6 % 2])
             results[call] = x, x
         else:
             total = x if call % 2 else torch.empty_like(x)
             variant = VARIANTS[call // 2 % 3]
-            results[call] = launch(space, call + 1, x, weight, variant, total=total)
-    wrong = int(space.failure() is not None)
+            results[call] = launch(workspace, call + 1, x, weight, variant, total=total)
+    wrong = int(workspace.failure() is not None)
     for (normed, total), want in zip(results, wants, strict=True):
         wrong += not torch.equal(total, want)
         wrong += normed is not total and not is_near(normed, want, weight)
@@ -205,10 +205,10 @@ def test_sequential_operations_of_a_call() -> None:
     The row has one block, then a cluster of 4. One of the barriers belongs to the start of the
     cluster, and two belong to the row.
     """
-    space, counters = kernel_space(**SPACE), []
+    workspace, counters = make_workspace(**WORKSPACE_SIZE), []
     with configure_driver(threads=8):
         for variant, columns in itertools.product(VARIANTS, (256, 8192)):
-            launch(space, 1, torch.ones(1, columns), torch.ones(columns), variant)
+            launch(workspace, 1, torch.ones(1, columns), torch.ones(columns), variant)
             counters.append(launch_counters())
     assert counters[:4] == [(5, 0, 0), (5, 0, 1)] * 2 and counters[4][1:] == (3, 0), counters
 

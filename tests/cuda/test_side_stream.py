@@ -18,7 +18,7 @@ import tpkernels
 from tpkernels.algorithms import fused
 from tpkernels.algorithms.pipelined import cuda as pipelined
 from tpkernels.symm import streams
-from tpkernels.symm.streams import SideStream
+from tpkernels.symm.streams import SideStreams
 
 
 class Stream:
@@ -41,14 +41,14 @@ class Device:
     """The streams of a GPU, and copies that record the work before them."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.rank, self.last_signal, self.in_place = 0, 7, None
+        self.rank, self.last_signal, self.segment = 0, 7, None
         self.stream = self.main = Stream()
         self.before: dict[str, frozenset[str]] = {}
         patch.setattr(torch.cuda, "Stream", Stream)
         patch.setattr(torch.cuda, "stream", self.use)
         patch.setattr(torch.cuda, "current_stream", lambda *_: self.stream)
         patch.setattr(pipelined, "local_matmul", lambda *_: self.queue("product"))
-        self.side = SideStream(torch.device("cuda", 0))
+        self.side_streams = SideStreams(torch.device("cuda", 0))
 
     @contextlib.contextmanager
     def use(self, stream: Stream) -> Iterator[None]:
@@ -65,8 +65,8 @@ class Device:
     def put(self, src: torch.Tensor, offset: int) -> None:
         self.queue("put")
 
-    def publish(self, index: int, dst: int | None = None) -> None:
-        self.queue("publish" if dst is None else f"publish to {dst}")
+    def publish(self, index: int, peer: int | None = None) -> None:
+        self.queue("publish" if peer is None else f"publish to {peer}")
 
     def set_flag(self, index: int) -> None:
         self.queue(f"flag {index}")
@@ -94,7 +94,7 @@ def test_chunks_of_fused(device: Any) -> None:
     """
     rows, gathered = torch.empty(2, 4), torch.empty(6, 4)
     device.queue("before")
-    fused.copy_peer_rows(device, device.side, (1, 2), rows, gathered, (2, 2, 2), 1, 2)
+    fused.copy_peer_rows(device, device.side_streams, (1, 2), rows, gathered, (2, 2, 2), 1, 2)
     before = device.before
     copies = ["copy of 1", "copy of 1'", "copy of 2", "copy of 2'"]
     flags = ["flag 2", "flag 3", "flag 4", "flag 5"]
@@ -106,7 +106,7 @@ def test_chunks_of_fused(device: Any) -> None:
     assert "wait for 2" in before["copy of 2"] and "wait for 2" in before["copy of 2'"]
     assert "copy of 1'" not in before["wait for 2"]  # they overlap
     assert not device.main.before & set(copies)
-    device.side.join()
+    device.side_streams.join()
     assert set(before) <= device.main.before
 
 
@@ -121,7 +121,7 @@ def test_shards_of_a_gather(device: Any, custom: bool) -> None:
         w = tpkernels.CustomMatmul(lambda x: x, (2, 2), torch.float32)  # type: ignore[assignment]
     matmul_args = [(w, None, out)]
     pipelined.gather_and_multiply(
-        device, device.side, (1, 2), [1, 1, 1], rows, gathered, matmul_args
+        device, device.side_streams, (1, 2), [1, 1, 1], rows, gathered, matmul_args
     )
     before = device.before
     assert before["product"] == set()
@@ -138,7 +138,7 @@ def test_shards_of_a_gather(device: Any, custom: bool) -> None:
 def test_partials_of_a_scatter(device: Any) -> None:
     x, w = torch.empty(3, 2), torch.empty(2, 2)
     peers, sizes = (1, 2), [1, 1, 1]
-    pipelined.multiply_and_scatter(device, device.side, peers, sizes, x, w, torch.float32)
+    pipelined.multiply_and_scatter(device, device.side_streams, peers, sizes, x, w, torch.float32)
     before = device.before
     assert "wait for 2" in before["copy of 2"] <= before["copy of 1"]
     assert "copy of 2" not in before["wait for 1"]
@@ -150,14 +150,14 @@ def test_partials_of_a_scatter(device: Any) -> None:
 
 
 def test_second_stream_follows_prior_work(device: Any) -> None:
-    side = device.side
+    side_streams = device.side_streams
     for _ in range(2):
         device.queue("allocated")
-        side.fork()
+        side_streams.fork()
         for serial in (True, False, True, False, False):
-            with side.chunk(serial=serial):
+            with side_streams.chunk(serial=serial):
                 device.queue("product")
-        side.join()
+        side_streams.join()
     names = ["product" + "'" * i for i in range(10)]
     before = [device.before[name] for name in names]
     assert names[1] in before[2] and names[1] not in before[3] and names[3] not in before[4]
@@ -179,7 +179,7 @@ def test_host_queue_order(device: Any) -> None:
     rows, gathered, w, out = (torch.empty(size, 2) for size in (1, 3, 2, 3))
     matmul_args = [(w, None, out), (w, None, out)]
     pipelined.gather_and_multiply(
-        device, device.side, (1, 2), [1, 1, 1], rows, gathered, matmul_args
+        device, device.side_streams, (1, 2), [1, 1, 1], rows, gathered, matmul_args
     )
     assert queued_names(device) == [
         *("put", "publish", "product", "product"),
@@ -188,7 +188,9 @@ def test_host_queue_order(device: Any) -> None:
     ]
     device.before.clear()
     x, w = torch.empty(4, 2), torch.empty(2, 2)
-    pipelined.multiply_and_scatter(device, device.side, (1, 2, 3), [1] * 4, x, w, torch.float32)
+    pipelined.multiply_and_scatter(
+        device, device.side_streams, (1, 2, 3), [1] * 4, x, w, torch.float32
+    )
     assert queued_names(device) == [
         *("product", "publish to 1"),
         *("product", "publish to 2", "copy of 3"),
@@ -198,13 +200,13 @@ def test_host_queue_order(device: Any) -> None:
 
 
 def test_side_stream_has_priority(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Create a side stream. Two of its streams have priority, the stream for matmuls has not.
+    """Create side streams. Two of them have priority, the stream for matmuls has not.
 
     So kernels of one warp do not wait for the blocks of a matmul.
     """
     streams_created: list[tuple[Any, ...]] = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda *args: streams_created.append(args))
-    SideStream(torch.device("cuda", 0))
+    SideStreams(torch.device("cuda", 0))
     device = torch.device("cuda", 0)
     # The last stream is for matmuls.
     assert streams_created == [(device, streams._PRIORITY)] * 2 + [(device,)]

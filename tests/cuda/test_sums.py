@@ -20,7 +20,7 @@ from tests.support.emulated import (
     F32,
     all_reduce,
     host_sum,
-    kernel_space,
+    make_workspace,
     on_ranks,
     random,
     same_bits,
@@ -84,9 +84,9 @@ def test_slices_in_place_sums_and_special_values() -> None:
 
 def reduce(**overrides: Any) -> None:
     region = torch.zeros(1 << 14, dtype=torch.uint8)
-    space = DeviceWorkspace([region.data_ptr()] * 2, region, 0, 8, 1 << 10, 1.0)
+    workspace = DeviceWorkspace([region.data_ptr()] * 2, region, 0, 8, 1 << 10, 1.0)
     args = {"x": torch.ones(4, 6), "out": torch.ones(4, 6)} | overrides
-    all_reduce(space, 1, **args)
+    all_reduce(workspace, 1, **args)
 
 
 def add(**overrides: Any) -> None:
@@ -175,9 +175,9 @@ def test_kernel_availability(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @on_ranks(2)
 def test_refusals_of_copies() -> None:
-    space = kernel_space(signals=16, buffer_bytes=1 << 10)
+    workspace = make_workspace(signals=16, buffer_bytes=1 << 10)
     x = torch.ones(8)
-    with cuda.CopyCall(space, 1) as copies:
+    with cuda.CopyCall(workspace, 1) as copies:
         for call, match in (
             (
                 lambda: copies.put(x, 2048 - 31),
@@ -186,10 +186,13 @@ def test_refusals_of_copies() -> None:
             (lambda: copies.put(torch.ones(4, 4).t()[1:], 0), "tensor has strides"),
             (lambda: copies.publish(0), "signal index is 0; it must be 1 to 14"),
             (lambda: copies.publish(15), "signal index is 15; it must be 1 to 14"),
-            (lambda: copies.publish(1, dst=space.rank), f"rank {space.rank} is not a peer of rank"),
+            (
+                lambda: copies.publish(1, peer=workspace.rank),
+                f"rank {workspace.rank} is not a peer of rank",
+            ),
             (
                 lambda: copies.fetch(2, 1, x, 0),
-                f"rank 2 is not a peer of rank {space.rank}; world_size is 2",
+                f"rank 2 is not a peer of rank {workspace.rank}; world_size is 2",
             ),
         ):
             with pytest.raises(ValueError, match=match):

@@ -26,7 +26,7 @@ from tests.support.cuda_rehearsal import (
     OFFSET,
     SharedMemory,
     cuda_code_path,
-    kernel_space,
+    get_cuda_workspace,
     use_copy_engines,
 )
 from tests.support.emulated import interpreted, on_ranks, sum_over_ranks
@@ -103,11 +103,11 @@ def test_matmul_waits_for_chunks_read_in_place() -> None:
     copy_rows = fused.copy_peer_rows
 
     def delayed_copy(
-        copies: Any, side: Any, peers: Any, rows: Any, gathered: Any, *more: Any
+        copies: Any, side_streams: Any, peers: Any, rows: Any, gathered: Any, *more: Any
     ) -> None:
         gathered[ROWS * copies.rank :][:ROWS] = rows  # the local rows need no wait
         threads.append(
-            threading.Timer(0.1, copy_rows, (copies, side, peers, rows, gathered, *more))
+            threading.Timer(0.1, copy_rows, (copies, side_streams, peers, rows, gathered, *more))
         )
         threads[-1].start()
 
@@ -148,7 +148,7 @@ def test_offsets_in_allocations_may_differ_between_ranks(memory: type[SharedMemo
             assert torch.equal(call(x), expected_rows(group, iteration))
         refused = pytest.raises(NotImplementedError, match="no multicast address")
         with refused if memory is DifferentOffsets else contextlib.nullcontext():
-            kernel_space(group).grow_multicast(64)
+            get_cuda_workspace(group).grow_multicast(64)
 
 
 def test_memory_is_not_from_the_torch_pool(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +215,7 @@ def test_memory_lives_as_long_as_its_tensors() -> None:
     with cuda_code_path():
         group = faults.new_group()
         tensor, counts = symmetric(group, ROWS, K), list[int]()
-        segments = kernel_space(group).segments
+        segments = get_cuda_workspace(group).segments
         view = symmetric(group, 3, 4)[1:]
         for _ in range(2):
             segments.find(tensor)
@@ -237,7 +237,7 @@ def test_captured_input_stays_alive() -> None:
     with cuda_code_path() as patch:
         group = faults.new_group()
         before, read = symmetric(group, ROWS, K), symmetric(group, ROWS, K)
-        call, segments = make_gather(group), kernel_space(group).segments
+        call, segments = make_gather(group), get_cuda_workspace(group).segments
         call(read)
         entries = [segments.find(x) for x in (before, read)]
         memory = [weakref.ref(entry.memory) for entry in entries if entry is not None]

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tpkernels
 from tests.support import emulated, faults
-from tests.support.cuda_rehearsal import cuda_code_path, kernel_space
+from tests.support.cuda_rehearsal import cuda_code_path, get_cuda_workspace
 from tests.support.faults import Ending
 from tests.support.ranked import on_ranks, separate_hosts
 from tests.support.tiers import sweep
@@ -119,11 +119,11 @@ def test_the_gpu_timeout_defaults_to_the_process_group() -> None:
                 if again and explicit is None:
                     tpkernels.init(group, timeout=defaults.TIMEOUT)
                 faults.run_op("all_gather", group, "direct")
-                state, space = groups.get(group.group_name), kernel_space(group).current
+                state, workspace = groups.get(group.group_name), get_cuda_workspace(group).current
                 assert state.workspace is not None
                 assert state.workspace.channel.timeout == state.timeout_on("cpu")
                 host_timeouts = state.timeout_on("cpu"), state.timeout_on("cuda")
-                timeouts.append((*host_timeouts, space.timeout_ns / 1e9))
+                timeouts.append((*host_timeouts, workspace.timeout_ns / 1e9))
     assert timeouts == [(default, 77.0, 77.0), (default,) * 3, *[(12.5, 12.5, 12.5)] * 2], timeouts
 
 

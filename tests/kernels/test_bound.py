@@ -179,8 +179,8 @@ def test_descriptor_stores_get_scratch_memory(
     monkeypatch.setattr(triton, "set_allocator", allocators.append)
     x, w = operands()
     prepared, tensors = op(CONFIG, x, w[:, :columns])
-    prepared.bind(space := workspace(), 77)(*tensors)
-    assert [allocator(128, 128, None) is space.scratch for allocator in allocators] == [
+    prepared.bind(target := workspace(), 77)(*tensors)
+    assert [allocator(128, 128, None) is target.scratch for allocator in allocators] == [
         True
     ] * num_allocators
 

@@ -355,7 +355,7 @@ def test_matmul_leaves_multiprocessors_for_copy_kernels(
 
     monkeypatch.setattr(all_gather_matmul, "all_gather_matmul_kernel", Kernel())
     region = torch.zeros(1 << 16, dtype=torch.uint8)
-    space = DeviceWorkspace([region.data_ptr()] * 2, region, 0, 64, 64, 1.0)
+    workspace = DeviceWorkspace([region.data_ptr()] * 2, region, 0, 64, 64, 1.0)
     config = replace(TABLE[90, 2, False], programs=132, tma=False)
     sizes = (1 << 15, 8), (8, 256), (1 << 15, 256)
     gathered, w, out = (torch.empty(size, dtype=torch.bfloat16) for size in sizes)
@@ -363,7 +363,7 @@ def test_matmul_leaves_multiprocessors_for_copy_kernels(
     arriving = all_gather_matmul.prepare_with_copy_engines(
         config, w, gathered, out.dtype, sizes_of_ranks
     )
-    arriving.prepared.bind(space, 1)(gathered, w, None, out)
+    arriving.prepared.bind(workspace, 1)(gathered, w, None, out)
     assert (
         grids == [(132 - all_gather_matmul._FREE_MULTIPROCESSORS, 1, 1)]
         and all_gather_matmul._FREE_MULTIPROCESSORS >= 1
@@ -501,9 +501,9 @@ def test_tile_loop_specialization(monkeypatch: pytest.MonkeyPatch) -> None:
     def is_specialized(
         config: configs.MatmulConfig, *tensors: torch.Tensor, waits: bool = False
     ) -> bool:
-        operands = config.operands(*tensors, torch.bfloat16, waits=waits)
-        assert ("maxnreg" in operands.launch) != operands.tiling.specialized
-        return operands.tiling.specialized
+        plan = config.plan_operands(*tensors, torch.bfloat16, waits=waits)
+        assert ("maxnreg" in plan.launch) != plan.tiling.specialized
+        return plan.tiling.specialized
 
     assert is_specialized(CONFIG, x, w.t()) and not is_specialized(CONFIG, x, w.t(), waits=True)
     assert not is_specialized(CONFIG, odd[:, :64], w.t()) and not is_specialized(

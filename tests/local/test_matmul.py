@@ -92,7 +92,7 @@ def test_few_rows_are_exact_for_integers(unit: str) -> None:
         x, bias = torch.randint(-1, 2, (MAX_ROWS, k)).to(dtype), torch.randint(-3, 4, (n,)).float()
         expected = x.float() @ w.float()
         few = few_rows(unit, dtype)
-        assert _C.calls.multiplies(CODES[dtype], "columns", 4) is (few > 0)
+        assert _C.calls.has_matmul_kernel(CODES[dtype], "columns", 4) is (few > 0)
         for rows, out_dtype, added in itertools.product(ROWS, {dtype, F32}, (None, bias)):
             result = multiply_checked(x[:rows], w, out_dtype, added)
             assert result is not None or rows > few, (dtype, k, n, rows)
@@ -158,7 +158,7 @@ LAYOUTS = ("rows", "columns")
 
 
 def repacks(dtype: torch.dtype) -> bool:
-    return _C.calls.multiplies(CODES[dtype], "rows", 64)
+    return _C.calls.has_matmul_kernel(CODES[dtype], "rows", 64)
 
 
 REPACKED = [dtype for dtype in (F32, BF16) if repacks(dtype)]

@@ -170,7 +170,7 @@ def test_a_mesh_dim_of_one_rank_costs_nothing() -> None:
 
 # Costs.
 
-MACHINE = Profile(
+PROFILE = Profile(
     title="round numbers",
     device="cpu",
     flops=(200.0, 100.0, 50.0),
@@ -191,11 +191,11 @@ def find_plan(problem: MatmulProblem, strategy: str) -> MatmulPlan:
 
 
 def test_a_matmul_is_bound_by_flops_or_by_memory() -> None:
-    assert matmul_seconds(MACHINE, 100, 100, 100, 4) == 2e6 / 100
-    assert matmul_seconds(MACHINE, 100, 100, 100, 2) == 2e6 / 200
-    assert matmul_seconds(MACHINE, 1, 4, 5, 4) == (4 + 20 + 5) * 4 / 40
+    assert matmul_seconds(PROFILE, 100, 100, 100, 4) == 2e6 / 100
+    assert matmul_seconds(PROFILE, 100, 100, 100, 2) == 2e6 / 200
+    assert matmul_seconds(PROFILE, 1, 4, 5, 4) == (4 + 20 + 5) * 4 / 40
     both = 2 * 20 / 100 + (4 + 20 + 5) * 4 / 40
-    assert matmul_seconds(replace(MACHINE, overlaps=False), 1, 4, 5, 4) == pytest.approx(both)
+    assert matmul_seconds(replace(PROFILE, overlaps=False), 1, 4, 5, 4) == pytest.approx(both)
 
 
 @pytest.mark.parametrize(
@@ -215,9 +215,9 @@ def test_a_matmul_is_bound_by_flops_or_by_memory() -> None:
 )
 def test_a_collective(ranks: int, stride: int, passes: int, seconds: float) -> None:
     if passes:
-        got = collective_seconds(MACHINE, 80, ranks, stride=stride, passes=passes)
+        got = collective_seconds(PROFILE, 80, ranks, stride=stride, passes=passes)
     else:
-        got = all_to_all_seconds(MACHINE, 80, ranks, stride=stride)
+        got = all_to_all_seconds(PROFILE, 80, ranks, stride=stride)
     assert got == pytest.approx(seconds)
 
 
@@ -227,10 +227,10 @@ def test_communication_of_plans() -> None:
     problem = make_problem((S0,), (S0,), (P,), 8, mesh_shape=(8,))
     plan, seconds = find_plan(problem, "K"), (2 + 4 * 1 + 16 / 5) + (1 + 3 * 0.5 + 12 / 10)
     assert [step.kind for step in plan.steps] == ["all_to_all"]
-    assert estimate(plan, problem, MACHINE).communication == pytest.approx(seconds)
+    assert estimate(plan, problem, PROFILE).communication == pytest.approx(seconds)
     for x, seconds in (((S0, R), 2 + 1 + 128 / 5), ((R, S0), 1 + 3 * 0.5 + 192 / 10)):
         problem = make_problem(x, (R, R), (R, R), 8, mesh_shape=(2, 4))
-        costs = estimate(find_plan(problem, "none,none"), problem, MACHINE)
+        costs = estimate(find_plan(problem, "none,none"), problem, PROFILE)
         assert costs.communication == pytest.approx(seconds)
 
 
@@ -239,23 +239,23 @@ def test_a_fused_step_hides_all_but_a_chunk() -> None:
     shape, matmul_time = (100, 100, 100), 2e6 / 100
     for communication in (matmul_time / 8, 4 * matmul_time):
         shorter, longer = sorted((matmul_time, communication))
-        got = fused_seconds(MACHINE, shape, 0, communication, 4, 4)
+        got = fused_seconds(PROFILE, shape, 0, communication, 4, 4)
         assert got == pytest.approx(longer + shorter / 4)
-        serial = replace(MACHINE, overlaps=False)
+        serial = replace(PROFILE, overlaps=False)
         unfused = fused_seconds(serial, shape, 0, communication, 4, 4)
         assert unfused == matmul_seconds(serial, *shape, 4) + communication
-    matmul_time = matmul_seconds(MACHINE, 4, 100, 100, 4)
-    assert fused_seconds(MACHINE, (4, 100, 100), 0, matmul_time / 10, 4, 4) == matmul_time * 1.1
+    matmul_time = matmul_seconds(PROFILE, 4, 100, 100, 4)
+    assert fused_seconds(PROFILE, (4, 100, 100), 0, matmul_time / 10, 4, 4) == matmul_time * 1.1
 
 
 def test_a_plan() -> None:
     """The plan is a single op, a gather of rows of x fused with the matmul."""
     problem = make_problem((S0,), (S1,), (S1,), 8)
-    got = estimate(find_plan(problem, "N"), problem, MACHINE)
+    got = estimate(find_plan(problem, "N"), problem, PROFILE)
     matmul = max(2 * 8 * 8 * 4 / 100, (64 + 32 + 32) * 4 / 40)
     gather = 1 + 0.5 + 8 * 8 * 4 / 2 / 10
     half_matmul = max(2 * 4 * 8 * 4 / 100, (32 + 32 + 16) * 4 / 40)
-    assert (got.product, got.communication) == (matmul, gather)
+    assert (got.matmul, got.communication) == (matmul, gather)
     assert got.seconds == pytest.approx(gather / 2 + max(half_matmul, gather / 2) + half_matmul)
     assert got.exposed == got.seconds - matmul
     # Halves of x and w, the gathered x, half of the result.
@@ -288,7 +288,7 @@ def test_peak_memory(
     if partials is not None:
         problem = replace(problem, itemsize=2, partial_itemsize=4)
         expected = 2 * elements + 4 * partials
-    assert estimate(find_plan(problem, strategy), problem, MACHINE).memory == expected
+    assert estimate(find_plan(problem, strategy), problem, PROFILE).memory == expected
 
 
 def test_wider_partials_move_more_bytes() -> None:
@@ -314,17 +314,17 @@ def test_the_fastest_plan_may_send_more_bytes() -> None:
     assert by_time.nbytes > by_bytes.nbytes and times[by_time] < times[by_bytes]
     assert list(times.values()) == sorted(times.values())
     free = Link(call=1e-30, step=0.0, bandwidth=1e30)
-    machine = replace(MACHINE, flops=(1e30,) * 3, bandwidth=1e30, within=free, between=free)
+    profile = replace(PROFILE, flops=(1e30,) * 3, bandwidth=1e30, within=free, between=free)
     problem = make_problem((S0, S1), (S1, S0), (R, S0), 8)
-    assert [plan for plan, _ in sort_plans(problem, machine)] == list(make_plans(problem))
+    assert [plan for plan, _ in sort_plans(problem, profile)] == list(make_plans(problem))
 
 
 def test_plans_that_exceed_memory_come_last() -> None:
     problem = make_problem((R, R), (R, S0), (R, S0), 64, mesh_shape=(2, 4))
-    pairs = sort_plans(problem, MACHINE)
+    pairs = sort_plans(problem, PROFILE)
     min_memory = min(cost.memory for _, cost in pairs)
     assert pairs[0][1].memory > min_memory
-    small = sort_plans(problem, replace(MACHINE, memory=min_memory))
+    small = sort_plans(problem, replace(PROFILE, memory=min_memory))
     assert small[0][1].memory == min_memory and set(small) == set(pairs)
     fits = [cost.memory <= min_memory for _, cost in small]
     assert fits == sorted(fits, reverse=True)
@@ -335,14 +335,14 @@ def test_plans_that_exceed_memory_come_last() -> None:
 
 def test_every_machine_is_complete() -> None:
     for name in machines():
-        machine = get_preset(name)
-        assert machine.source and machine.title and machine.node >= 1
-        assert min(*machine.flops, machine.bandwidth) > 1e9
-        for link in (machine.within, machine.between):
+        profile = get_preset(name)
+        assert profile.source and profile.title and profile.node >= 1
+        assert min(*profile.flops, profile.bandwidth) > 1e9
+        for link in (profile.within, profile.between):
             assert link.call > 0 and link.bandwidth > 1e9
-        assert store.profile_from_json(store.profile_to_json(machine)) == machine
-        within = replace(machine.within, step=0.0)
-        profile_json = store.profile_to_json(replace(machine, within=within))
+        assert store.profile_from_json(store.profile_to_json(profile)) == profile
+        within = replace(profile.within, step=0.0)
+        profile_json = store.profile_to_json(replace(profile, within=within))
         with pytest.raises(ValueError, match=r"within: step is -1.0; it must be at least 0"):
             store.profile_from_json(profile_json.replace('"step": 0.0', '"step": -1.0', 1))
 
@@ -359,9 +359,9 @@ def test_gpu_profiles_by_device_name(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_measured_rates_are_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     local_machine = this_machine("cpu", 2, 1, True)
-    path = store.save_profile(local_machine, MACHINE)
-    assert store.load_profile(local_machine) == MACHINE
-    assert store.load_local_profile("cpu", 2) == ("this", MACHINE)
+    path = store.save_profile(local_machine, PROFILE)
+    assert store.load_profile(local_machine) == PROFILE
+    assert store.load_local_profile("cpu", 2) == ("this", PROFILE)
     assert store.load_local_profile("cpu", 3)[0] == "zen4-core"
     saved = path.read_text()
     for damaged in (
@@ -384,14 +384,14 @@ def agreement_job() -> tuple[str, str, str]:
 
     def local_profile(device: str, size: int) -> tuple[str, Profile]:
         assert (device, size) == ("cpu", 4)
-        return "this", replace(MACHINE, title=f"rank {dist.get_rank()}")
+        return "this", replace(PROFILE, title=f"rank {dist.get_rank()}")
 
     with mock.patch.object(agreement, "load_local_profile", local_profile):
         mesh = make_mesh((2, 2))
         x = draw("x", (8, 8), mesh, (S0, S1)).sharded
-        first = agreement.get_machine(mesh).title
+        first = agreement.get_profile(mesh).title
         y = sharded_matmul(x, x)
-        agreed = agreement.get_machine(mesh).title
+        agreed = agreement.get_profile(mesh).title
         return first, agreed, f"{y.placements} {tpmesh.plans(x, x)[0]}"
 
 

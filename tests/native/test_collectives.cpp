@@ -169,8 +169,8 @@ void run(Channel& channel, const Collective& call, const Segment& segment = null
   }
   const bool whole_tensors = call.op == Op::kAllReduce;
   const host::Shards shards{whole_tensors ? ShardLayout{} : call.layout};
-  const host::Operands operands{source, out, count, call.wire, epilogue, norm};
-  host::collective(call.name(), shards)(channel, id, operands, shards);
+  const host::CollectiveArgs args{source, out, count, call.wire, epilogue, norm};
+  host::collective(call.name(), shards)(channel, id, args, shards);
   if (call.norm) {
     std::vector<std::byte> expected_normed(normed.size());
     norm.out = expected_normed.data();

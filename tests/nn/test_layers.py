@@ -46,7 +46,7 @@ def checks(group: dist.ProcessGroup, sequence: bool) -> Iterator[Check]:
         return nn.Linear(inner, outer, bias=bias, dtype=F64)
 
     def features(layer: nn.Module) -> Sharding:
-        return replace(layer.splits["weight"], dim=2)  # type: ignore[index]
+        return replace(layer.shardings["weight"], dim=2)  # type: ignore[index]
 
     for bias in (True, False):
         plain = linear(WIDTH, 10, bias)
@@ -240,7 +240,7 @@ def test_masks_and_mixed_biases() -> None:
         qkv = tnn.QKVParallelLinear.from_linear(*linears, 4, group)
         rows = torch.randn(3, 8)
         for layer, linear, y in zip(qkv.layers, linears, qkv(rows), strict=True):
-            want = layer.splits["weight"].shard(linear(rows).t()).t()
-            assert (y - want).abs().max() <= 1e-5 and set(layer.splits) == set(
+            want = layer.shardings["weight"].shard(linear(rows).t()).t()
+            assert (y - want).abs().max() <= 1e-5 and set(layer.shardings) == set(
                 linear._parameters
             ) - (set() if linear.bias is not None else {"bias"}), f"{layer!r} is not {linear!r}"

@@ -50,7 +50,7 @@ def check(model: Model, rerun: bool = False) -> list[str]:
     differences = {"loss": find_mismatch(got.detach(), want.detach())}
     local_logits = model(ids, rotary)
     differences["logits"] = find_mismatch(
-        local_logits, replace(model.head.splits["weight"], dim=2).shard(logits)
+        local_logits, replace(model.head.shardings["weight"], dim=2).shard(logits)
     )
     for name, parameter in model.named_parameters():
         grad = unsharded[name].grad

@@ -301,7 +301,7 @@ def test_compiled_training_with_expert_parallelism(sequence: bool, rows: int | N
         options = {"expert_parallel": True, "sequence_parallel": sequence, "max_rows": rows}
         moe = MoE(EXPERTS, HIDDEN, WIDTH, group, **options)
         x, uneven, weights = make_assignments()
-        assert moe.splits["down_proj"].sizes == (2, 1)
+        assert moe.shardings["down_proj"].sizes == (2, 1)
         passes = tpkernels.compile.fuse_collectives(group).options
         cases: list[tuple[torch.Tensor, dict[str, Any], Any]] = [
             (uneven, {"backend": "aot_eager"}, torch.equal),

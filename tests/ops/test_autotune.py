@@ -88,7 +88,7 @@ def test_the_slowest_rank_decides() -> None:
     seconds = dict.fromkeys(CANDIDATES, 0.02) | {"direct": 0.06 if dist.get_rank() == 1 else 0.01}
     with fresh_group() as group, watch_algorithms(seconds), tpkernels.autotune(group):
         call(OP, group)
-        (measured,) = get_group(group).measured.tables["cpu"].measurements
+        (measured,) = get_group(group).planner_inputs.tables["cpu"].measurements
         outcome = [last_plan(group).algorithm, *sorted(measured.ms.items())]
         outcomes: list[Any] = [None] * WORLD
         dist.all_gather_object(outcomes, outcome)
@@ -199,7 +199,7 @@ def saved_job(folder: str, blocked: str) -> tuple[bool, list[str]]:
     with mock.patch.dict(os.environ, XDG_CACHE_HOME=folder):
         with fresh_group() as group, tpkernels.autotune(group, save=True):
             call(OP, group)
-            tuned = get_group(group).measured.tables["cpu"].measurements
+            tuned = get_group(group).planner_inputs.tables["cpu"].measurements
         with fresh_group() as group:
             loaded = get_group(group).timing_table("cpu").measurements
     with (
@@ -260,13 +260,13 @@ def test_no_tuning_in_a_capture() -> None:
     with cuda_code_path() as patch:
         patch.setattr(Group, "uses_gloo", lambda *_: False)
         group = faults.new_group()
-        get_group(group).measured.tables["cuda"] = Table()
+        get_group(group).planner_inputs.tables["cuda"] = Table()
         x = torch.full((8, 4), float(dist.get_rank() + 1))
         with tpkernels.autotune(group):
             for captured in (True, False):
                 patch.setattr(streams, "is_captured", lambda _, captured=captured: captured)
                 result = tpkernels.all_gather(x, group)
-                measured = get_group(group).measured.tables["cuda"].measurements
+                measured = get_group(group).planner_inputs.tables["cuda"].measurements
                 assert (
                     bool(measured) != captured and result[:, 0].tolist() == [1.0] * 8 + [2.0] * 8
                 ), f"captured {captured}: {measured}"
@@ -321,7 +321,7 @@ def test_captures_use_times_of_graphs(fault: str) -> None:
         patch.setattr(tuner._Tuner, "_time_run", timed)
         patch.setattr("tpkernels.algorithms.backends.TABLES", {**TABLES, "cuda": wrapped})
         group = faults.new_group()
-        get_group(group).measured.tables["cuda"] = Table()
+        get_group(group).planner_inputs.tables["cuda"] = Table()
         get_group(group)._qualification["cuda"] = ALL_QUALIFIED
         patch.setattr(CudaWorkspace, "_leak", lambda workspace: leaked.append(workspace.device))
         x = torch.full((8, 4), float(dist.get_rank() + 1))
@@ -333,7 +333,9 @@ def test_captures_use_times_of_graphs(fault: str) -> None:
             assert result[:, 0].tolist() == [1.0] * 8 + [2.0] * 8
             selected[captured] = list(runs)
         patch.setattr(streams, "is_captured", lambda _: False)
-        series = [m.series.options for m in get_group(group).measured.tables["cuda"].measurements]
+        series = [
+            m.series.options for m in get_group(group).planner_inputs.tables["cuda"].measurements
+        ]
     expected = {False: ["unfused"], True: ["unfused" if fault else "direct"]}
     expected_series = [(), ("captured",)][: 1 if fault == "no capture" else 2]
     assert selected == expected and series == expected_series and not leaked, (
@@ -368,13 +370,13 @@ def test_an_algorithm_without_workspace_memory_is_skipped() -> None:
             assert result[:: len(x), 0].tolist() == [1.0, 2.0], f"{algorithm}, {len(x)} rows"
 
         def require_failure(label: str) -> None:
-            failures = list(get_group(group).measured.failures.values())
+            failures = list(get_group(group).planner_inputs.failures.values())
             assert len(failures) == 1 and "CUDA out of memory" in failures[0].get("direct", ""), (
                 label
             )
-            get_group(group).measured.failures.clear()
+            get_group(group).planner_inputs.failures.clear()
 
-        get_group(group).measured.tables["cuda"] = Table()
+        get_group(group).planner_inputs.tables["cuda"] = Table()
         gather(few, "direct")
         for _ in range(2):
             ending = faults.record_ending(lambda: gather(many, "direct"))
@@ -385,7 +387,7 @@ def test_an_algorithm_without_workspace_memory_is_skipped() -> None:
         gather(few, "direct")
         with tpkernels.autotune(group):
             gather(many)
-        [tuned] = get_group(group).measured.tables["cuda"].measurements
+        [tuned] = get_group(group).planner_inputs.tables["cuda"].measurements
         assert "direct" not in tuned.ms, f"tuned: {tuned}"
         require_failure("tuned")
         ms = {"unfused": 2.0, "direct": 1.0}
@@ -421,7 +423,7 @@ def test_tuned_problems_leak_no_resources() -> None:
         for power in range(6):
             tpkernels.all_reduce(torch.ones(100 << power), group)
             counts.append(count())
-        assert len(get_group(group).measured.tables["cpu"].measurements) == 6
+        assert len(get_group(group).planner_inputs.tables["cpu"].measurements) == 6
     descriptors, mappings, keys = (
         then - now for now, then in zip(counts[1], counts[-1], strict=True)
     )
@@ -477,7 +479,7 @@ def test_an_algorithm_that_fails_on_one_rank_is_skipped(op: str, failing: str, l
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             results = [call(op, group), call(op, group)]
-        (reason,) = get_group(group).measured.failures.values()
+        (reason,) = get_group(group).planner_inputs.failures.values()
         assert all(torch.equal(result, expected) for result in results), "other bits"
         assert last_plan(group).algorithm != failing, f"takes '{failing}' all the same"
         calls.clear()
@@ -557,7 +559,7 @@ def test_failures_outside_the_run() -> None:
         ):
             warnings.simplefilter("ignore")
             call(OP, group)
-            (failure,) = get_group(group).measured.failures.values()
+            (failure,) = get_group(group).planner_inputs.failures.values()
             assert list(failure) == [failing] and last_plan(group).algorithm != failing, (
                 failing,
                 failure,

@@ -40,9 +40,9 @@ def test_kernels_set_up_in_inference_mode_can_be_aborted() -> list[str]:
         with torch.inference_mode():
             first = _fused(group)
         workspace = groups.get(group.group_name).workspace
-        assert workspace is not None and workspace._device is not None
-        workspace._device.abort(0)  # as the watcher thread does
-        workspace._device.control.zero_()
+        assert workspace is not None and workspace._device_workspace is not None
+        workspace._device_workspace.abort(0)  # as the watcher thread does
+        workspace._device_workspace.control.zero_()
         return [*first, *_fused(group)]
 
 

@@ -100,10 +100,10 @@ def scaled_samples(name: str, sizes: list[int], rank: int) -> Iterator[Sample]:
     yield gather, (x, [w, w], one, [one, by_column], name, 1), {"return_gathered": True}
     yield gather, (uneven, [w], by_row, [by_column], name), {"shard_sizes": sizes}
     for algorithm in ("unfused", "ring", "direct", "pipelined"):
-        factors = (x[0], w, torch.ones(6, 1).to(blocks), torch.ones(5, 1).to(blocks), name)
+        tensor_args = (x[0], w, torch.ones(6, 1).to(blocks), torch.ones(5, 1).to(blocks), name)
         options = {"bias": torch.ones(5), "out_dtype": F32, "algorithm": algorithm}
-        yield "scaled_matmul_reduce_scatter", factors, options
-        yield "scaled_matmul_all_reduce", factors, {"residual": torch.ones(6, 5), **options}
+        yield "scaled_matmul_reduce_scatter", tensor_args, options
+        yield "scaled_matmul_all_reduce", tensor_args, {"residual": torch.ones(6, 5), **options}
     yield "scaled_matmul_reduce_scatter", (x, w, one, by_column, name, 1), {"wire_dtype": F32}
 
 

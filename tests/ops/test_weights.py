@@ -55,12 +55,12 @@ def test_every_dtype_by_every_algorithm(
     """Weights are packed on all ranks, or on even ranks only. Few and many rows, uneven shards,
     leading dims, epilogues."""
     dtypes = PACKABLE if weights == "packed" else DTYPES
-    factors: dict[str, Any] = {"n": (7, 300)} if op == GATHER else {"k": (33, 1, 40)}
+    weight_dims: dict[str, Any] = {"n": (7, 300)} if op == GATHER else {"k": (33, 1, 40)}
     cases = []
     for rows, n in ((world, 5), (31, 37), (200, 70)):
         sizes = None if op in (REDUCE, NORMED) else tuple(shard_sizes(rows, world))
         shape = (rows, 33) if op == GATHER else (rows, n)
-        cases.append(Case(op=op, shape=shape, sizes=sizes, weight_layout=weights, **factors))
+        cases.append(Case(op=op, shape=shape, sizes=sizes, weight_layout=weights, **weight_dims))
     blocks = (2, 12, 9) if op == GATHER else (12, 3, 9)
     cases.append(replace(cases[0], shape=blocks, sizes=None, dim=blocks.index(12)))
     if op == GATHER:
@@ -86,8 +86,8 @@ def test_the_last_dim_is_gathered(ranks: RanksFixture) -> None:
 
 @pytest.mark.parametrize("op", sweep(OPS))
 def test_steps_through_a_small_workspace(ranks: RanksFixture, op: str) -> None:
-    factors: dict[str, Any] = {"n": (7, 300)} if op == GATHER else {"k": (24,)}
-    case = Case(op=op, shape=(1500, 200), weight_layout="packed", **factors)
+    weight_dims: dict[str, Any] = {"n": (7, 300)} if op == GATHER else {"k": (24,)}
+    case = Case(op=op, shape=(1500, 200), weight_layout="packed", **weight_dims)
     run_cases(ranks, 2, expand_cases(case, dtypes=PACKABLE, integers=(True,)), SMALLEST_WORKSPACE)
 
 

@@ -83,7 +83,7 @@ def test_ffn_only() -> list[str]:
     """Only the MLP projections are replaced. Logits and gradients match the unsharded model."""
     mesh = hf_models.make_world_mesh()
     model = tpkernels.parallelize(hf_models.make("llama"), mesh, ffn_only=True)
-    sharded = {name.split(".")[-1] for name, m in model.named_modules() if hasattr(m, "splits")}
+    sharded = {name.split(".")[-1] for name, m in model.named_modules() if hasattr(m, "shardings")}
     assert sharded == {"gate_proj", "up_proj", "down_proj"}
     return hf_models.find_differences(
         hf_models.make("qwen2", tied=True), False, mesh, ffn_only=True
@@ -146,7 +146,7 @@ def test_int8_weights_do_not_depend_on_the_number_of_ranks() -> None:
                 w = weights[f"{name}.{key}"].mT
                 if got.dtype == torch.int8:
                     want = tpkernels.unpack(tpkernels.pack(w, torch.int8)).mT
-                    want = layer.splits[key].shard(want)
+                    want = layer.shardings[key].shard(want)
                     assert torch.equal(tpkernels.unpack(got).mT, want), (model_type, name, key)
         with torch.no_grad():
             want, got = unsharded(ids).logits, model(ids).logits

@@ -190,7 +190,7 @@ def test_torch_style_is_kept_unless_the_op_is_faster(op: str) -> None:
     """Parallelize a Linear(24, 40) on a CPU mesh that counts as a GPU mesh. The fused layer is used
     only if a timing for its width shows that the op is faster."""
     world, mesh = dist.get_world_size(), _mesh()
-    tables = groups.get(mesh.get_group().group_name).measured.tables
+    tables = groups.get(mesh.get_group().group_name).planner_inputs.tables
     gathers = op == "all_gather_matmul"
     width, fused = (24, "_ColwiseLinear") if gathers else (40, "_RowwiseLinear")
     fast, slow = {"unfused": 2.0, "direct": 1.0}, {"unfused": 1.0, "direct": 2.0}

@@ -172,7 +172,7 @@ def test_buffers_hold_the_largest_shard() -> None:
             problem(op, shape=(sum(sizes), 512), sizes=sizes)
             for sizes in ((1, 2, 3, 4), (4, 4, 4, 4))
         )
-        needed = ALGORITHMS["pipelined"].workspace_bytes
+        needed = ALGORITHMS["pipelined"].buffer_bytes
         assert needed(uneven, 1 << 30) == needed(even, 1 << 30)
 
 

@@ -17,14 +17,14 @@ def test_every_sum_of_integers_fits_the_dtype(op: str, dtype: torch.dtype) -> No
     expected = operands.expected()[0].exact
     assert torch.equal(expected.to(dtype).double(), expected)
     assert expected.std() > 8 and (expected == 0).double().mean() < 0.1  # but the values vary
-    assert all((factor != 0).any() for factor in operands.factors)
+    assert all((factor != 0).any() for factor in operands.tensor_args)
 
 
 def test_operands_of_a_rank_add_up() -> None:
     """The partials of all ranks add up to the shards that the ranks expect."""
     call = CheckedCall("matmul_reduce_scatter", (13, 16, 24), torch.float32, True, False, seed=2)
     operands = [call.operands(rank, 4, torch.device("cpu")) for rank in range(4)]
-    total = sum(x.double() @ w.double() for x, w in (local.factors for local in operands))
+    total = sum(x.double() @ w.double() for x, w in (local.tensor_args for local in operands))
     residual = torch.cat([local.options["residual"] for local in operands])
     assert torch.equal(
         torch.cat([local.expected()[0].exact for local in operands]), total + residual

@@ -42,7 +42,7 @@ from tpkernels.symm import gpu_memory
 
 TWO = Topology(("a GPU",) * 2, 90, multicast=True)
 ONE = Topology(("a GPU",), 90)
-RELIES_ON = {stage.name: stage.relies_on for stage in schedule(TWO)}
+PREREQUISITES = {stage.name: stage.prerequisites for stage in schedule(TWO)}
 
 
 @contextlib.contextmanager
@@ -77,11 +77,11 @@ def run_stages(rank_context: Any, *names: str, topology: Topology = TWO) -> dict
 
 @pytest.mark.parametrize("kind", sweep(["direct", "others", "fused"], 1, 1))
 def test_a_clean_pass(cuda_driver: str, kind: str) -> None:
-    kinds = {name: name.partition("/")[0] for name in RELIES_ON}
+    kinds = {name: name.partition("/")[0] for name in PREREQUISITES}
     names = {name for name, prefix in kinds.items() if prefix == kind}
     if kind == "others":
         names = {name for name, prefix in kinds.items() if prefix not in ("direct", "fused")}
-    names |= {test for name in names for test in RELIES_ON[name]}
+    names |= {test for name in names for test in PREREQUISITES[name]}
     outcomes = run_stages(functools.partial(dry_run, cuda_driver), *names)
     assert {outcome.status for outcome in outcomes.values()} == {QUALIFIED}, outcomes
     assert all(outcome.checks >= 12 for outcome in outcomes.values())
@@ -108,7 +108,7 @@ def test_a_fault_disqualifies_its_variant(cuda_driver: str, fault: str) -> None:
     rank_context = functools.partial(dry_run, cuda_driver, kernel, fault)
     with mock.patch.multiple("tpkernels.qualification.run", _MIN_S=12.0, _GRACE=1.0):
         outcomes = run_stages(
-            rank_context, *RELIES_ON[affected], *RELIES_ON[unaffected], affected, unaffected
+            rank_context, *PREREQUISITES[affected], *PREREQUISITES[unaffected], affected, unaffected
         )
     assert outcomes[unaffected].status == QUALIFIED, outcomes[unaffected]
     assert outcomes[affected].status == DISQUALIFIED
@@ -301,7 +301,9 @@ def check_loading(variant: str) -> None:
     ranks.load(launches)
     ranks._forked = True
     assert time.monotonic() - begin < virtual._CPU_TIMEOUT_S / 2
-    assert not any(space.state.any() or space.control.any() for space in ranks.workspaces)
+    assert not any(
+        workspace.state.any() or workspace.control.any() for workspace in ranks.workspaces
+    )
     assert not any(region.any() for region in ranks._regions)
     check = functools.partial(virtual._compare, operands, [[], []])
     assert ranks.run(launches, check) is None and ranks.failed_wait() is None

@@ -56,14 +56,14 @@ def test_required_stages_come_first(machine: str) -> None:
         names = [stage.name for stage in stages]
         assert len(set(names)) == len(names)
         for stage in stages:
-            assert all(names.index(test) < names.index(stage.name) for test in stage.relies_on)
+            assert all(names.index(test) < names.index(stage.name) for test in stage.prerequisites)
             is_torch_only = stage.name.startswith(("ring/", "multimem/"))
-            assert stage.relies_on or stage.is_litmus or is_torch_only
-            on_virtual_ranks = {test for test in stage.relies_on if test.startswith(VIRTUAL)}
+            assert stage.prerequisites or stage.is_litmus or is_torch_only
+            on_virtual_ranks = {test for test in stage.prerequisites if test.startswith(VIRTUAL)}
             virtual = topology.gpus == 1 and not (stage.is_litmus or is_torch_only)
             assert on_virtual_ranks == ({VIRTUAL + stage.name} if virtual else set())
     fused = next(stage for stage in stages if stage.name == "fused/reduce_scatter")
-    assert ("bulk" in fused.relies_on) == (topology.capability >= 90)
+    assert ("bulk" in fused.prerequisites) == (topology.capability >= 90)
 
 
 def test_every_variant_of_every_op_has_a_stage() -> None:
@@ -94,7 +94,7 @@ def test_the_automatic_minute() -> None:
 
 REFUSED = {
     "make all visible": Topology(H100 * 8, 90, visible=1),
-    "MIG": Topology(H100 * 2, 90, refused="MIG instances do not support peer access"),
+    "MIG": Topology(H100 * 2, 90, unsupported_reason="MIG instances do not support peer access"),
     "of different models": Topology((*H100, "NVIDIA A100"), 80),
     "at least 8.0 is required": Topology(("Tesla V100",) * 2, 70),
     "no peer access": Topology(("NVIDIA L4",) * 2, 89, peers=False),

@@ -135,5 +135,5 @@ def use_copy_engines(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("tpkernels.kernels.all_gather_matmul._CHUNK_BYTES", 1)
 
 
-def kernel_space(group: dist.ProcessGroup) -> CudaWorkspace:
+def get_cuda_workspace(group: dist.ProcessGroup) -> CudaWorkspace:
     return faults.get_workspace(group).cuda_workspaces[torch.device("cpu")]

@@ -115,21 +115,21 @@ on_ranks = functools.partial(ranked.on_ranks, driver=True, timeout=240.0)
 interpreted = functools.partial(on_ranks, fixture="interpreter_ranks")
 
 
-def kernel_space(
+def make_workspace(
     timeout: float = 20.0, signals: int = SIGNALS, buffer_bytes: int = BUFFER_BYTES
 ) -> DeviceWorkspace:
     """Create a kernel workspace of all ranks. Collective."""
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
     tpkernels.init(group)
-    workspace = faults.get_workspace(group)
-    space = workspace.device(signals, buffer_bytes, "a test of the CUDA kernels")
-    space.timeout_ns = int(timeout * 1e9)
-    return space
+    host_workspace = faults.get_workspace(group)
+    workspace = host_workspace.device_workspace(signals, buffer_bytes, "a test of the CUDA kernels")
+    workspace.timeout_ns = int(timeout * 1e9)
+    return workspace
 
 
 def all_reduce(
-    space: DeviceWorkspace,
+    workspace: DeviceWorkspace,
     signature: int,
     x: torch.Tensor,
     out: torch.Tensor,
@@ -140,15 +140,15 @@ def all_reduce(
     """Queue one all-reduce."""
     epilogue_args = bias, residual
     prepared = prepare_all_reduce(
-        space.world, x, out, *epilogue_args, variants=space.variants, **options
+        workspace.world, x, out, *epilogue_args, variants=workspace.variants, **options
     )
-    prepared.bind(space, signature)(x, out, *epilogue_args)
+    prepared.bind(workspace, signature)(x, out, *epilogue_args)
 
 
-def require_no_failures(results: Sequence[object], *spaces: DeviceWorkspace) -> None:
+def require_no_failures(results: Sequence[object], *workspaces: DeviceWorkspace) -> None:
     """Fail with the given failures, and with failed waits of the workspaces."""
     failures = [
-        result for result in (*results, *(s.failure() for s in spaces)) if result is not None
+        result for result in (*results, *(s.failure() for s in workspaces)) if result is not None
     ]
     assert not failures, f"{len(failures)} failures: {failures[:10]}"
 

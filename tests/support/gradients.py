@@ -186,8 +186,8 @@ def call(
         outs = tpkernels.all_gather_matmul(named["x"], weights, group, **options)
         return named, [outs[0], *outs[1]] if case.return_gathered else outs
     options |= {name: named[name] for name in ("bias", "residual") if name in named}
-    factors = [named[name] for name in ("x", "w", "norm") if name in named]
-    result: Any = getattr(tpkernels, case.op)(*factors, group, **options)
+    tensor_args = [named[name] for name in ("x", "w", "norm") if name in named]
+    result: Any = getattr(tpkernels, case.op)(*tensor_args, group, **options)
     return named, list(result) if case.normalises else [result]
 
 

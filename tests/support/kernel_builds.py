@@ -169,7 +169,7 @@ def _source(
         ),
         **kernel_constants,
     } | overrides
-    constants["number"] = 1 if constants.get("ONE_SHOT") else constants["world"]
+    constants["num_segments"] = 1 if constants.get("ONE_SHOT") else constants["world"]
     tuple_constants = constants | ({"starts": None} if even else {})
     tiles = _descriptors(config, NAMES[dtype], b_major)
     constexpr_values: dict[tuple[int, ...], Any] = {}

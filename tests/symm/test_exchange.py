@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.support.faults import run_concurrently
 from tests.support.tiers import sweep
 from tpkernels.errors import CollectiveTimeoutError, PeerLostError, TpkernelsError
-from tpkernels.symm.exchange import Participant, Presence
+from tpkernels.symm.exchange import ExchangeState, Participant
 
 WORLD = 3
 PATIENCE = 20.0  # timeout in seconds if something else must end the exchange
@@ -25,7 +25,9 @@ PROMPT = PATIENCE / 4
 
 def members(store: dist.Store, world: int = WORLD, timeout: float = 5.0) -> list[Participant]:
     """Return the participants of a new group."""
-    return [Participant(store, "group", rank, world, timeout, Presence()) for rank in range(world)]
+    return [
+        Participant(store, "group", rank, world, timeout, ExchangeState()) for rank in range(world)
+    ]
 
 
 def exchange_concurrently(

@@ -113,7 +113,7 @@ def test_finalize_ends_the_node() -> None:
 
 
 def test_errors_of_a_host_use_the_ranks_of_the_group() -> None:
-    local = Participant(dist.HashStore(), "group", 0, 2, 5.0, names=(4, 5))
+    local = Participant(dist.HashStore(), "group", 0, 2, 5.0, group_ranks=(4, 5))
     with (
         pytest.raises(CollectiveTimeoutError, match="rank 4 waited for rank 5, which") as error,
         rendezvous._ArenaSetup(local, 0, [], time.monotonic() - 1).bounded(1),

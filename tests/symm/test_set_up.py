@@ -156,7 +156,7 @@ def test_probes_of_lower_ranks_share_the_timeout(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(colocation, "_find_connect_obstacle", probe_slowly)
     for result in run_participants(3, 5.0, lambda rank: colocation.probe_colocation(rank, {})):
-        assert result.leaders == [0, 1, 2], result
+        assert result.first_ranks == [0, 1, 2], result
     assert len(timeouts) == 3 and min(timeouts) <= 4.8, timeouts
 
 

@@ -253,7 +253,7 @@ def test_gpu_workspaces_grow() -> None:
         needs += [(1 << 15, 1 << 21), (1, 1)]
         for signals, nbytes in needs:
             before = workspace.cuda_workspaces[CPU].current
-            memory = workspace.cuda(CPU, signals, nbytes, "a call")
+            memory = workspace.cuda_workspace(CPU, signals, nbytes, "a call")
             after = memory.current
             case = f"{signals} signals, {nbytes} bytes"
             assert after.holds(signals, nbytes), f"{case}: too small"
@@ -264,8 +264,8 @@ def test_gpu_workspaces_grow() -> None:
                     f"{case}: its buffers grew to {after.buffer_bytes}"
                 )
                 assert after.nbytes >= 2 * before.nbytes, (case, before.nbytes, after.nbytes)
-        total = sum(space.nbytes for space in memory.spaces)
-        assert len(memory.spaces) >= 5 and total < 2 * memory.current.nbytes, total
+        total = sum(grown.nbytes for grown in memory.workspaces)
+        assert len(memory.workspaces) >= 5 and total < 2 * memory.current.nbytes, total
 
 
 def test_the_first_signals_suffice_for_ll() -> None:

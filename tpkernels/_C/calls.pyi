@@ -17,7 +17,7 @@ class Collective:
         name: str,
         layout: ShardLayout = ...,
         out_layout: ShardLayout = ...,
-        largest: int = 0,
+        max_slice_numel: int = 0,
     ) -> None: ...
     def run(
         self,
@@ -38,7 +38,7 @@ def weigh_rows(
 
 class Routing:
     def __init__(
-        self, experts: torch.Tensor, tokens: Sequence[int], experts_per_rank: Sequence[int]
+        self, topk_ids: torch.Tensor, tokens: Sequence[int], experts_per_rank: Sequence[int]
     ) -> None: ...
     @property
     def counts(self) -> list[int]: ...
@@ -55,7 +55,7 @@ class Direct(BoundCall):
         *,
         in_place: bool,
         shape: tuple[int, ...],
-        multiplies: bool,
+        has_matmul: bool,
         gathers: bool,
         return_gathered: bool,
         eps: float,
@@ -113,7 +113,9 @@ PANEL_COLUMNS: int
 
 def matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor: ...
 def make_columns_kernel(run: Callable[..., Any]) -> Callable[..., Any]: ...
-def multiplies(dtype: int, layout: Literal["rows", "columns", "packed"], rows: int) -> bool: ...
+def has_matmul_kernel(
+    dtype: int, layout: Literal["rows", "columns", "packed"], rows: int
+) -> bool: ...
 def multiply(
     x: torch.Tensor,
     w: torch.Tensor,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 MAX_WORLD: int
 MAX_RESULTS: int
 
-class Space:
+class Workspace:
     def __init__(
         self,
         regions: int,
@@ -63,7 +63,7 @@ class Shards:
         x: int,
         out: int,
         starts: int,
-        row: int,
+        cols: int,
         wire: int,
         slot_bytes: int,
         epilogue: Epilogue,
@@ -82,7 +82,7 @@ class Routed:
         token_offsets: int,
         k: int,
         max_rows: int,
-        row: int,
+        cols: int,
         dtype: int,
         /,
     ) -> None: ...
@@ -111,7 +111,7 @@ class Results:
 class Kernels:
     def __init__(self, device: int, image: bytes | None) -> None: ...
     def copy(self, stream: int, dst: int, src: int, nbytes: int) -> None: ...
-    def set_flag(self, stream: int, space: Space, index: int, captured: bool) -> None: ...
+    def set_flag(self, stream: int, workspace: Workspace, index: int, captured: bool) -> None: ...
     def streams_write(self) -> bool: ...
     # Launches a kernel of csrc/cuda/kernels.h.
     def launch(

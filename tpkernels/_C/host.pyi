@@ -38,7 +38,7 @@ class Channel:
         spin_us: float,
         yield_us: float,
         capacity: int,
-        names: Sequence[int] = (),
+        group_ranks: Sequence[int] = (),
     ) -> None: ...
     @staticmethod
     def region_bytes(world: int, limit: int) -> int: ...

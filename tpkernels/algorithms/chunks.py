@@ -142,12 +142,12 @@ class ChunkPlan:
     _row_runs: dict[tuple[int, int, int], tuple[RowRun, ...]] = field(default_factory=dict)
 
     @classmethod
-    def for_matmul(cls, problem: Problem, columns: int, buffer_nbytes: int | None) -> ChunkPlan:
+    def for_matmul(cls, problem: Problem, columns: int, buffer_bytes: int | None) -> ChunkPlan:
         """Plan the chunks of the matrix that is gathered or reduced.
 
         Args:
             columns: columns of the full matrix.
-            buffer_nbytes: size of a data buffer, which limits a chunk. None: one chunk per
+            buffer_bytes: size of a data buffer, which limits a chunk. None: one chunk per
                 shard.
         """
         offsets, widths = [0] * problem.world, [columns] * problem.world
@@ -160,9 +160,7 @@ class ChunkPlan:
         else:
             rows = list(problem.shard_rows)
         chunk_rows = (
-            max(rows)
-            if buffer_nbytes is None
-            else min(max(rows), step_rows(problem, buffer_nbytes))
+            max(rows) if buffer_bytes is None else min(max(rows), step_rows(problem, buffer_bytes))
         )
         return cls(problem, rows, widths, offsets, max(1, chunk_rows))
 
@@ -226,27 +224,27 @@ def _plan_chunks(
     call: Call,
     x: torch.Tensor,
     matmuls: Sequence[MatmulArgs | PartialMatmulArgs],
-    buffer_nbytes: int | None,
+    buffer_bytes: int | None,
 ) -> ChunkPlan:
     """Plan the chunks of a call, or return the cached plan."""
     layouts = map(weight_layout, map(_get_weight, matmuls))
-    key = "split", buffer_nbytes, torch.get_num_threads(), *layouts
-    plan: ChunkPlan | None = call.cache.get(key)
-    if plan is None:
+    key = "split", buffer_bytes, torch.get_num_threads(), *layouts
+    chunk_plan: ChunkPlan | None = call.cache.get(key)
+    if chunk_plan is None:
         problem, k, exact = call.problem, x.shape[-1], []
         columns = k if problem.spec.gathers else weight_columns(matmuls[0][0])
-        plan = ChunkPlan.for_matmul(problem, columns, buffer_nbytes)
+        chunk_plan = ChunkPlan.for_matmul(problem, columns, buffer_bytes)
         full_shards = problem.spec.reduces and call.node is not None  # full partials cross hosts
         for w, bias, out in matmuls:
             n, dtype = weight_columns(w), problem.dtype if out is None else out.dtype
-            shapes, shape = plan.matmul_shapes(n, full_shards), (problem.rows, k, n)
+            shapes, shape = chunk_plan.matmul_shapes(n, full_shards), (problem.rows, k, n)
             bias_dtype = None if bias is None else bias.dtype
             exact.append(
                 x.is_cuda  # library GEMMs guarantee no bitwise equality
                 or is_chunking_exact(w, shapes, shape, x.dtype, dtype, bias_dtype)
             )
-        plan = call.cache[key] = replace(plan, exact=exact)
-    return plan
+        chunk_plan = call.cache[key] = replace(chunk_plan, exact=exact)
+    return chunk_plan
 
 
 @dataclass(frozen=True)
@@ -296,10 +294,10 @@ class ChunkedMatmuls:
     """
 
     def __init__(
-        self, call: Call, x: torch.Tensor, outputs: GatherOutputs, buffer_nbytes: int | None
+        self, call: Call, x: torch.Tensor, outputs: GatherOutputs, buffer_bytes: int | None
     ) -> None:
         self._chunked, self._unsplit = outputs.matmul_args, list[MatmulArgs]()
-        self.chunk_plan = _plan_chunks(call, x, self._chunked, buffer_nbytes)
+        self.chunk_plan = _plan_chunks(call, x, self._chunked, buffer_bytes)
         exact = self.chunk_plan.exact
         if not all(exact):
             matmuls = list(zip(self._chunked, exact, strict=True))
@@ -353,10 +351,10 @@ class Partials:
         return partial
 
 
-def input_partials(call: Call, x: torch.Tensor, chunk_nbytes: int | None) -> Partials:
+def input_partials(call: Call, x: torch.Tensor, chunk_bytes: int | None) -> Partials:
     """Return slices of x as the partial sums of a reduction without matmul.
 
-    ``chunk_nbytes`` is the maximum size of a chunk. None: one chunk per shard.
+    ``chunk_bytes`` is the maximum size of a chunk. None: one chunk per shard.
     """
     problem, offsets = call.problem, [0] * call.problem.world
     if problem.dim is None:
@@ -367,9 +365,9 @@ def input_partials(call: Call, x: torch.Tensor, chunk_nbytes: int | None) -> Par
         shards = x.split(list(problem.sizes), problem.dim)
     counts = [shard.numel() for shard in shards]
     chunk_rows = (
-        max(counts) if chunk_nbytes is None else min(max(counts), chunk_nbytes // x.element_size())
+        max(counts) if chunk_bytes is None else min(max(counts), chunk_bytes // x.element_size())
     )
-    plan = ChunkPlan(problem, counts, [1] * problem.world, offsets, chunk_rows)
+    chunk_plan = ChunkPlan(problem, counts, [1] * problem.world, offsets, chunk_rows)
 
     @functools.cache
     def flat_shard(owner: int) -> torch.Tensor:
@@ -378,31 +376,31 @@ def input_partials(call: Call, x: torch.Tensor, chunk_nbytes: int | None) -> Par
     def fill(owner: int, begin: int, dst: torch.Tensor) -> None:
         dst.copy_(flat_shard(owner)[begin : begin + dst.numel()])
 
-    return Partials(plan, fill, flat_shard)
+    return Partials(chunk_plan, fill, flat_shard)
 
 
-def matmul_partials(call: Call, x: torch.Tensor, w: Weight, buffer_nbytes: int | None) -> Partials:
+def matmul_partials(call: Call, x: torch.Tensor, w: Weight, buffer_bytes: int | None) -> Partials:
     """Return the partial sums ``x @ w``.
 
     The matmul runs in chunks, or unsplit if chunking would change the result bitwise. Each chunk
-    uses at most ``buffer_nbytes`` of the data buffer. None: one chunk per shard.
+    uses at most ``buffer_bytes`` of the data buffer. None: one chunk per shard.
     """
     problem, rows = call.problem, x.flatten(0, -2)
-    plan = _plan_chunks(call, x, [(w, None, None)], buffer_nbytes)
+    chunk_plan = _plan_chunks(call, x, [(w, None, None)], buffer_bytes)
     full_partial = None
-    if not plan.exact[0]:
+    if not chunk_plan.exact[0]:
         full_partial = empty((problem.rows, weight_columns(w)), problem.dtype, x.device)
         local_matmul(rows, w, full_partial)
-    by_columns = plan.by_columns
+    by_columns = chunk_plan.by_columns
     full_shape = problem.rows, problem.shape[-1]
 
     def fill(owner: int, begin: int, dst: torch.Tensor) -> None:
         if not dst.numel():
             return
-        columns = plan.columns[owner]
-        column = sum(plan.columns[:owner]) if by_columns else 0
+        columns = chunk_plan.columns[owner]
+        column = sum(chunk_plan.columns[:owner]) if by_columns else 0
         first_row, dst = begin // columns, dst.view(-1, columns)
-        for shard_row, row, count in plan.row_runs(owner, first_row, dst.shape[0]):
+        for shard_row, row, count in chunk_plan.row_runs(owner, first_row, dst.shape[0]):
             dst_rows = dst[shard_row - first_row : shard_row - first_row + count]
             if full_partial is not None:
                 dst_rows.copy_(full_partial[row : row + count, column : column + columns])
@@ -413,4 +411,4 @@ def matmul_partials(call: Call, x: torch.Tensor, w: Weight, buffer_nbytes: int |
                 w_slice = w[:, column : column + columns]
             local_matmul(rows[row : row + count], w_slice, dst_rows, None, *full_shape)
 
-    return Partials(plan, fill)
+    return Partials(chunk_plan, fill)

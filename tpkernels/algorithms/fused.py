@@ -32,10 +32,10 @@ from tpkernels.algorithms.reduction import Reduction
 from tpkernels.cuda.queued import bind_launch, queue
 from tpkernels.groups.call import Call
 from tpkernels.planning.qualification import COPY_ENGINES
-from tpkernels.symm.cuda import CudaWorkspace, Watch
+from tpkernels.symm.cuda import CudaWorkspace, Watcher
 from tpkernels.symm.device import DeviceWorkspace, PreparedCall, kernel_error
 from tpkernels.symm.gpu_memory import GpuSegment
-from tpkernels.symm.streams import SideStream
+from tpkernels.symm.streams import SideStreams
 
 if TYPE_CHECKING:  # the module imports Triton
     from tpkernels.kernels.configs import MatmulConfig
@@ -59,17 +59,17 @@ def _run(
         queue(call, device, key, prepare, *tensors)
         return
     prepared = prepare()
-    workspace = call.workspace.device(
+    workspace = call.workspace.device_workspace(
         prepared.signals, prepared.buffer_bytes, call.plan.description
     )
     run = prepared.bind(workspace, call.plan.signature)
     channel = call.workspace.channel
     channel.begin(call.plan.signature, call.plan.description)
     channel.publish(Phase.DATA)
-    with Watch(channel, [workspace]) as watch:
+    with Watcher(channel, [workspace]) as watcher:
         run(*tensors)
-    if watch.error is not None:
-        raise watch.error
+    if watcher.error is not None:
+        raise watcher.error
     failure = workspace.failure()
     if failure is not None:
         channel.watch(Phase.RESULT, 0.0)  # raises a more specific error if a peer failed
@@ -149,8 +149,8 @@ def _gather_by_copy_engines(
     flags_by_kernels, plan_signature = cuda.flags_need_kernels(device), call.plan.signature
     # Ranks whose x is read in place publish signals with the signature of its memory. The first
     # matmul compares the signatures while it waits.
-    in_place = call.workspace.cuda_workspaces[device].segments.find(rows)
-    signature = plan_signature if in_place is None else in_place.signature(plan_signature)
+    segment = call.workspace.cuda_workspaces[device].segments.find(rows)
+    signature = plan_signature if segment is None else segment.signature(plan_signature)
     peers = call.peers_in_ring_order
 
     def prepare() -> PreparedCall:
@@ -168,7 +168,7 @@ def _gather_by_copy_engines(
 
             def run(
                 cuda_workspace: CudaWorkspace,
-                in_place: GpuSegment | None,
+                segment: GpuSegment | None,
                 rows: torch.Tensor,
                 weights: list[torch.Tensor],
                 biases: list[torch.Tensor | None],
@@ -177,11 +177,11 @@ def _gather_by_copy_engines(
             ) -> None:
                 results = [gathered, *outs]
                 with cuda.CopyCall(
-                    cuda_workspace.current, plan_signature, results, in_place, flags
+                    cuda_workspace.current, plan_signature, results, segment, flags
                 ) as copies:
                     copy_peer_rows(
                         copies,
-                        cuda_workspace.side,
+                        cuda_workspace.side_streams,
                         peers,
                         rows,
                         gathered,
@@ -192,7 +192,7 @@ def _gather_by_copy_engines(
                     try:
                         multiply_first(gathered, weights[0], biases[0], outs[0])
                     finally:
-                        cuda_workspace.side.join()
+                        cuda_workspace.side_streams.join()
                     multiply_rest(gathered, weights[1:], biases[1:], outs[1:])
 
             return run
@@ -202,12 +202,12 @@ def _gather_by_copy_engines(
     key = flags_by_kernels, signature, *[_operand_key(w) for w in weights]
     cuda_workspace, run = bind_launch(call, device, key, prepare, signature)
     with cuda_workspace:
-        run(cuda_workspace, in_place, rows, weights, biases, outs, gathered)
+        run(cuda_workspace, segment, rows, weights, biases, outs, gathered)
 
 
 def copy_peer_rows(
     copies: cuda.CopyCall,
-    side: SideStream,
+    side_streams: SideStreams,
     peers: Sequence[int],
     rows: torch.Tensor,
     gathered: torch.Tensor,
@@ -231,19 +231,19 @@ def copy_peer_rows(
     """
     row_bytes = rows.shape[1] * rows.element_size()
     gathered.narrow(0, sum(sizes[: copies.rank]), rows.shape[0]).copy_(rows)
-    side.fork()
-    with side.current():
-        if copies.in_place is None:
+    side_streams.fork()
+    with side_streams.current():
+        if copies.segment is None:
             copies.put(rows, 0)
         copies.publish(copies.last_signal)
     for owner in peers:
         begin = sum(sizes[:owner])
         for chunk, row in enumerate(range(0, sizes[owner], chunk_rows)):
             dst = gathered.narrow(0, begin + row, min(chunk_rows, sizes[owner] - row))
-            with side.next():
+            with side_streams.next():
                 if row == 0:  # later chunks are copied after the first
                     copies.await_signal(owner, copies.last_signal)
-                with side.copying():
+                with side_streams.copying():
                     copies.copy_from(owner, dst, row * row_bytes)
                 copies.set_flag(owner * chunks + chunk)
 

@@ -146,8 +146,8 @@ class Hierarchical(transfers.Transfers):
         assert call.node is not None  # ensured by `choose`
         self.call = call
         self.node: Node = call.node
-        self.buffer_nbytes = self.node.usable_bytes
-        self.chunk_nbytes = chunk_bytes(call.problem, self.buffer_nbytes)
+        self.buffer_bytes = self.node.usable_bytes
+        self.chunk_bytes = chunk_bytes(call.problem, self.buffer_bytes)
         self.links = enter(call)
         other_hosts = [host for host in range(len(self.node.hosts)) if host != self.node.host]
         self.recv_ranks = [rank for host in other_hosts for rank in self.led_ranks(host)]

@@ -58,12 +58,12 @@ def gather(call: Call, x: torch.Tensor, outputs: GatherOutputs) -> None:
     result, shard = outputs.gather_buffer(call, x), _as_bytes(x.contiguous())
     sizes = [count * x.element_size() for count in shard_counts(call.problem)]
     slot = round_up(max(sizes), _PACK)
-    with _workspace(call, x.device, slot * len(sizes)) as workspace:
+    with _multicast_workspace(call, x.device, slot * len(sizes)) as cuda_workspace:
         if shard.numel() < slot or not _is_aligned(shard):
             padded = empty([slot], shard.dtype, shard.device)
             padded[: shard.numel()].copy_(shard)
             shard = padded
-        gathered = workspace.multicast[: slot * len(sizes)]
+        gathered = cuda_workspace.multicast[: slot * len(sizes)]
         if slot:
             _ops.multimem_all_gather_out(shard, call.group.pg.group_name, gathered)
         shards = [gathered[rank * slot :][:size] for rank, size in enumerate(sizes)]
@@ -81,8 +81,8 @@ def reduce(
         return
     dtype, count = call.problem.dtype, out.numel()
     length = _padded(count, dtype)
-    with _workspace(call, x.device, length * dtype.itemsize) as workspace:
-        total = workspace.multicast[: length * dtype.itemsize].view(dtype)
+    with _multicast_workspace(call, x.device, length * dtype.itemsize) as cuda_workspace:
+        total = cuda_workspace.multicast[: length * dtype.itemsize].view(dtype)
         _write_partial(call, x, w, total[:count])
         if count:
             _ops.multimem_all_reduce_(total, "sum", call.group.pg.group_name)
@@ -99,8 +99,8 @@ def _reduce_scatter(
     if in_slots:
         offsets = [owner * length for owner in range(len(counts))]
     nbytes = (offsets[-1] + length) * dtype.itemsize
-    with _workspace(call, x.device, nbytes) as workspace:
-        partials = workspace.multicast[:nbytes].view(dtype)
+    with _multicast_workspace(call, x.device, nbytes) as cuda_workspace:
+        partials = cuda_workspace.multicast[:nbytes].view(dtype)
         if in_slots:
             shards = compute_partial(call, x, w).contiguous().view(-1).split(counts)
             for offset, shard in zip(offsets, shards, strict=True):
@@ -135,7 +135,7 @@ def _finish(out: torch.Tensor, total: torch.Tensor, reduction: Reduction) -> Non
         reduce_into(out, [total], reduction)
 
 
-def _workspace(call: Call, device: torch.device, nbytes: int) -> CudaWorkspace:
+def _multicast_workspace(call: Call, device: torch.device, nbytes: int) -> CudaWorkspace:
     """Return a context manager for a call that uses ``nbytes`` of multicast memory.
 
     Raises the errors of `HostWorkspace.multicast`.

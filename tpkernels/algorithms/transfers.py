@@ -32,14 +32,14 @@ class Transfers(ABC):
 
     Attributes:
         recv_ranks: ranks whose shards this rank receives into local memory.
-        buffer_nbytes: size of a shared data buffer. None: the ranks share no memory.
-        chunk_nbytes: size of a chunk of a shard if the op has no matmul. None: the full shard.
+        buffer_bytes: size of a shared data buffer. None: the ranks share no memory.
+        chunk_bytes: size of a chunk of a shard if the op has no matmul. None: the full shard.
     """
 
     call: Call
     recv_ranks: Sequence[int]
-    buffer_nbytes: int | None = None
-    chunk_nbytes: int | None = None
+    buffer_bytes: int | None = None
+    chunk_bytes: int | None = None
 
     @abstractmethod
     def gather(
@@ -90,8 +90,8 @@ class Transfers(ABC):
         counts = [shard.numel() for shard in flat_shards]
         chunk_numel = (
             max(counts)
-            if self.chunk_nbytes is None
-            else self.chunk_nbytes // flat_shards[rank].itemsize
+            if self.chunk_bytes is None
+            else self.chunk_bytes // flat_shards[rank].itemsize
         )
         self.gather(shards, counts, max(1, chunk_numel), store)
 
@@ -115,7 +115,7 @@ def _gather(transfers: Transfers, x: torch.Tensor, outputs: GatherOutputs) -> No
     call = transfers.call
     problem, counts, rank = call.problem, shard_counts(call.problem), call.group.rank
     if outputs.weights:
-        matmuls = ChunkedMatmuls(call, x, outputs, transfers.buffer_nbytes)
+        matmuls = ChunkedMatmuls(call, x, outputs, transfers.buffer_bytes)
         gathered_shards, width = None, problem.shape[-1]
         if matmuls.gathered is not None and problem.outer == 1:  # gathered shards are contiguous
             gathered_shards = matmuls.gathered.view(-1).split(counts)
@@ -170,9 +170,9 @@ def _reduce(
     """
     call = transfers.call
     if w is None:
-        partials = input_partials(call, x, transfers.chunk_nbytes)
+        partials = input_partials(call, x, transfers.chunk_bytes)
     else:
-        partials = matmul_partials(call, x, w, transfers.buffer_nbytes)
+        partials = matmul_partials(call, x, w, transfers.buffer_bytes)
     if call.problem.spec.scatters:
         transfers.reduce(partials, out.view(-1), reduction)
     else:

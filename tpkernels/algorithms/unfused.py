@@ -67,7 +67,7 @@ from tpkernels.torch_private import all_gather_single, reduce_scatter_single
 
 # Chunk size of reductions on the host. Small chunks let the allocator reuse buffers instead of
 # mapping new pages.
-_STEP_BYTES = 4 << 20
+_CHUNK_BYTES = 4 << 20
 GroupOptions = TypeVar(
     "GroupOptions", AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions
 )
@@ -260,7 +260,7 @@ def _chunk_numel(call: Call, partial: torch.Tensor) -> int:
     """Return the number of elements of a shard per chunk. On a GPU a chunk is the full shard."""
     if call.problem.device == "cuda":
         return max(partial.numel(), 1)
-    return _STEP_BYTES // partial.element_size()
+    return _CHUNK_BYTES // partial.element_size()
 
 
 def _all_gather(call: Call, shard: torch.Tensor, gathered: torch.Tensor, counts: list[int]) -> None:

@@ -87,7 +87,7 @@ def run_torch(operands: Operands) -> Outputs:
 def run_matmul(operands: Operands) -> torch.Tensor:
     """Run torch.matmul or torch._scaled_mm on local operands (see `gathered`)."""
     if operands.scales:
-        x, w, scale_x, scale_w = operands.factors
+        x, w, scale_x, scale_w = operands.tensor_args
         return scaled_mm(x, w, scale_x, scale_w, out_dtype=operands.case.dtype)
     assert operands.w is not None  # only for ops with a matmul
     return torch.matmul(operands.x, operands.w)
@@ -98,7 +98,7 @@ def run_local_matmul(operands: Operands) -> torch.Tensor:
     assert operands.w is not None  # only for ops with a matmul
     out = operands.x.new_empty(operands.x.shape[0], operands.w.shape[1], dtype=operands.case.dtype)
     if operands.scales:
-        x, w, scale_x, scale_w = operands.factors
+        x, w, scale_x, scale_w = operands.tensor_args
         return scaled_matmul(ScaledMatrix(x, scale_x), ScaledMatrix(w, scale_w), out)
     return local_matmul(operands.x, operands.w, out)
 

@@ -52,13 +52,13 @@ class CaseReport:
     Attributes:
         choices: choices by requested algorithm.
         samples: samples by baseline and by requested algorithm, without wrong algorithms.
-        left_out: skipped baselines, with the reasons.
+        skipped: baselines that were not run, with the reasons.
         inputs_over_cache: `Inputs.over_cache`.
     """
 
     choices: dict[str, Choice]
     samples: dict[str, Samples]
-    left_out: dict[str, str]
+    skipped: dict[str, str]
     inputs_over_cache: float
 
 
@@ -71,7 +71,7 @@ def run_case(spec: Spec, method: Method, rates: Rates | None = None) -> CaseRepo
             time limit and baselines.
     """
     operands = random_case(spec, rank_device(method.device))
-    left_out = _left_out(operands, method, rates)
+    skipped = _find_skipped(operands, method, rates)
     planned_runs = {
         name: run_planned(operands.copy(), name)
         for name in dict.fromkeys([*method.algorithms, "unfused"])
@@ -79,7 +79,7 @@ def run_case(spec: Spec, method: Method, rates: Rates | None = None) -> CaseRepo
     worst = check(
         operands,
         {name: outputs for name, (outputs, _) in planned_runs.items()},
-        None if "torch" in left_out else run_torch(operands.copy()),
+        None if "torch" in skipped else run_torch(operands.copy()),
     )
     choices = {
         name: Choice(plan.algorithm, plan.reason, worst[name])
@@ -92,7 +92,7 @@ def run_case(spec: Spec, method: Method, rates: Rates | None = None) -> CaseRepo
         "local_matmul": lambda: run_local_matmul(inputs.gathered()),
         "symm_mem": lambda: _run_symm_mem(inputs.sharded()),
     }
-    runs = {name: run for name, run in runs.items() if name not in left_out}
+    runs = {name: run for name, run in runs.items() if name not in skipped}
     for name, choice in choices.items():
         if choice.error_over_bound <= 1:
             runs[name] = lambda name=name: inputs.sharded().run(name)  # type: ignore[misc]
@@ -105,7 +105,7 @@ def run_case(spec: Spec, method: Method, rates: Rates | None = None) -> CaseRepo
         budget=math.inf if method.seconds is None else method.seconds,
         synchronize=synchronizer(method.device),
     )
-    reasons = {name: reason for name, reason in left_out.items() if reason}
+    reasons = {name: reason for name, reason in skipped.items() if reason}
     return CaseReport(choices, samples, reasons, inputs.over_cache)
 
 
@@ -169,34 +169,34 @@ def _is_identical_on_all_ranks(operands: Operands, outputs: Outputs) -> bool:
     return same
 
 
-def _left_out(operands: Operands, method: Method, rates: Rates | None) -> dict[str, str]:
+def _find_skipped(operands: Operands, method: Method, rates: Rates | None) -> dict[str, str]:
     """Return the skipped baselines with the reasons. The reason is "" if the user does not expect
     the baseline. Collective."""
-    left_out = {"local_matmul": ""} if operands.w is None else {}
+    skipped = {"local_matmul": ""} if operands.w is None else {}
     rows, expected = sum(operands.case.sizes) if operands.spec.gathers else len(operands.x), 0.0
     if rates is not None and operands.w is not None:
         expected = 2 * rows * operands.w.numel() / rates.torch_flops
     if operands.spec.routed or not method.baselines:
-        left_out["torch"] = ""  # for routed ops, `unfused` already uses the torch all-to-all
+        skipped["torch"] = ""  # for routed ops, `unfused` already uses the torch all-to-all
     elif operands.scales and operands.x.is_cuda and not _torch_multiplies(operands):
-        left_out["torch"] = "torch._scaled_mm does not support these operands on this GPU"
+        skipped["torch"] = "torch._scaled_mm does not support these operands on this GPU"
     elif method.seconds is not None and expected * _MIN_REPEAT > method.seconds:
         slow = (
             ""
             if is_native(operands.x.dtype)
             else "; the processor has no instructions for the dtype"
         )
-        left_out["torch"] = f"torch.matmul would need about {expected:.2g} s per call{slow}"
+        skipped["torch"] = f"torch.matmul would need about {expected:.2g} s per call{slow}"
     if not (method.baselines and operands.x.is_cuda):
-        left_out["symm_mem"] = ""
+        skipped["symm_mem"] = ""
     elif reasons := [reason for reason in all_gather_objects(_try_symm_mem(operands)) if reason]:
-        left_out["symm_mem"] = reasons[0]
-    return left_out
+        skipped["symm_mem"] = reasons[0]
+    return skipped
 
 
 def _torch_multiplies(operands: Operands) -> bool:
     """Return whether torch._scaled_mm supports these operands on this GPU."""
-    x, w, scale_x, scale_w = operands.factors
+    x, w, scale_x, scale_w = operands.tensor_args
     return torch_supports(ScaledMatrix(x, scale_x), ScaledMatrix(w, scale_w), operands.case.dtype)
 
 

@@ -97,7 +97,7 @@ def measure_machine(device: str, day: str) -> tuple[Machine, Profile]:
     )
 
 
-def machine_by_name(name: str | None, ranks: int, device: str) -> Profile:
+def profile_by_name(name: str | None, ranks: int, device: str) -> Profile:
     """Return the profile of a machine for `tpkernels explain`. ``UsageError`` if the name is
     unknown, or if this machine has not been measured.
 

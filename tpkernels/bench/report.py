@@ -88,9 +88,9 @@ def _notes(run: Run, rows: list[Row]) -> Iterator[str]:
     if run.method.cold and warm:
         cases = "; ".join(f"{case} ({ratio:.2g}x)" for case, ratio in warm.items())
         yield f"Inputs smaller than {COLD:g}x the cache (may be cached): {cases}."
-    left_out: dict[str, list[str]] = {}
+    skipped: dict[str, list[str]] = {}
     for row in rows:
         if row.status == "left out":
-            left_out.setdefault(row.reason, []).append(f"{row.case} ({row.variant})")
-    for reason, names in left_out.items():
+            skipped.setdefault(row.reason, []).append(f"{row.case} ({row.variant})")
+    for reason, names in skipped.items():
         yield f"Skipped because {reason}: {'; '.join(names)}"

@@ -110,10 +110,10 @@ def make_rows(item: Item, rates: Rates, reports: Sequence[CaseReport]) -> list[R
         "inputs_over_cache": min(report.inputs_over_cache for report in reports),
     }
     rows = []
-    for name in dict.fromkeys([*first.choices, *times, *first.left_out]):
+    for name in dict.fromkeys([*first.choices, *times, *first.skipped]):
         row: dict[str, Any] = dict(case, variant=name, algorithm="", ms=[], calls=0, speedup={})
         row |= dict.fromkeys(("error_over_bound", "q1", "median", "q3", "roofline", "e_overlap"))
-        row |= {"status": "left out", "reason": first.left_out.get(name, "")}
+        row |= {"status": "left out", "reason": first.skipped.get(name, "")}
         if choice := first.choices.get(name):
             row |= {"status": "wrong", "algorithm": choice.algorithm, "reason": choice.reason}
             if math.isfinite(choice.error_over_bound):

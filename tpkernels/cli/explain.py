@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 from typer import Option
 
-from tpkernels.bench.probes import machine_by_name
+from tpkernels.bench.probes import profile_by_name
 from tpkernels.bench.specs import Spec, check_spec, make_spec, unsupported_kernels
 from tpkernels.bench.sweep import LAYER, MODELS, projection
 from tpkernels.cli import options
@@ -187,17 +187,17 @@ def _explain_model(
             f"--tp is {max(worlds)}; {model} has {heads} attention heads, and a head cannot be "
             f"split: it must be at most {heads}"
         )
-    machine = machine_by_name(
+    profile = profile_by_name(
         machine_name, max(worlds), "cuda" if torch.cuda.is_available() else "cpu"
     )
     layers: list[dict[str, Any]] = [
         {"phase": phase, "tp": world}
-        | layer_costs(model, world, rows, phase == "prefill", machine, dtype.itemsize)
+        | layer_costs(model, world, rows, phase == "prefill", profile, dtype.itemsize)
         for phase, rows in phases.items()
         for world in worlds
     ]
     if as_json:
-        typer.echo(json.dumps({"machine": machine.title, "layers": layers}, indent=2))
+        typer.echo(json.dumps({"machine": profile.title, "layers": layers}, indent=2))
         return
     times = ("matmuls", "communication", "unfused", "overlapped")
     grid = table("phase", ("TP", "nodes", "weights/rank", *times), "overlap")
@@ -205,19 +205,19 @@ def _explain_model(
         phase, world, weight_bytes, *seconds = layer.values()
         *_, unfused, overlapped = seconds
         grid.add_row(
-            *(phase, str(world), str(ceil_div(world, machine.node)), byte_size(weight_bytes)),
+            *(phase, str(world), str(ceil_div(world, profile.node)), byte_size(weight_bytes)),
             *(milliseconds(1e3 * value) for value in seconds),
             f"{unfused / overlapped:.2f}x" if overlapped < _NO_GAIN * unfused else "no gain",
         )
     screen = console()
     sizes = " and ".join(f"{phase} {rows}" for phase, rows in phases.items())
-    screen.print(f"One layer of {model} on {machine.title}, rows: {sizes}", markup=False)
+    screen.print(f"One layer of {model} on {profile.title}, rows: {sizes}", markup=False)
     screen.print(grid)
     screen.print(_LEGEND, markup=False)
 
 
 def layer_costs(
-    model: str, world: int, rows: int, sequence_parallel: bool, machine: Profile, itemsize: int
+    model: str, world: int, rows: int, sequence_parallel: bool, profile: Profile, itemsize: int
 ) -> dict[str, Any]:
     """Predict the cost of the matmuls of a layer.
 
@@ -234,13 +234,21 @@ def layer_costs(
         matmul = projection(MODELS[model], name, world)
         k = matmul.k if matmul.column else ceil_div(matmul.k, world)
         n = ceil_div(matmul.n, world) if matmul.column else matmul.n
-        move = 0.0
+        communication_time = 0.0
         if sequence_parallel or not matmul.column:
             nbytes = rows * (k if matmul.column else n) * itemsize
             passes = 1 if sequence_parallel else 2
-            move = collective_seconds(machine, nbytes, world, passes=passes)
-        multiply = matmul_seconds(machine, rows, k, n, itemsize)
-        fused = fused_seconds(machine, (rows, k, n), 0, move, world, itemsize)
-        costs.append((k * n * itemsize, multiply, move, multiply + move, fused))
+            communication_time = collective_seconds(profile, nbytes, world, passes=passes)
+        matmul_time = matmul_seconds(profile, rows, k, n, itemsize)
+        fused = fused_seconds(profile, (rows, k, n), 0, communication_time, world, itemsize)
+        costs.append(
+            (
+                k * n * itemsize,
+                matmul_time,
+                communication_time,
+                matmul_time + communication_time,
+                fused,
+            )
+        )
     names = ("weight_bytes", "matmul", "communication", "unfused", "overlapped")
     return dict(zip(names, map(sum, zip(*costs, strict=True)), strict=True))

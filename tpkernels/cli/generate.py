@@ -214,13 +214,13 @@ def _create_driver(
         dist.destroy_process_group()
 
 
-def _json(done: Completions, prompts: list[str]) -> dict[str, Any]:
+def _json(completions: Completions, prompts: list[str]) -> dict[str, Any]:
     return {
-        "dtype": done.facts["dtype"],
-        "seed": done.sampling.seed if done.sampling.temperature else None,
-        "seconds_to_first_token": done.times.first,
-        "seconds": done.times.end,
-        "steps_per_second": done.times.rate,
+        "dtype": completions.facts["dtype"],
+        "seed": completions.sampling.seed if completions.sampling.temperature else None,
+        "seconds_to_first_token": completions.times.first,
+        "seconds": completions.times.end,
+        "steps_per_second": completions.times.rate,
         "completions": [
             {
                 "prompt": prompt,
@@ -230,22 +230,25 @@ def _json(done: Completions, prompts: list[str]) -> dict[str, Any]:
                 "finish_reason": completion.finish_reason,
             }
             for prompt, tokens, completion in zip(
-                prompts, done.prompts, done.completions, strict=True
+                prompts, completions.prompts, completions.completions, strict=True
             )
         ],
     }
 
 
-def _show(done: Completions, prompts: list[str], world: int, stream: bool) -> None:
+def _show(completions: Completions, prompts: list[str], world: int, stream: bool) -> None:
     """Print texts that were not streamed to stdout, and the times to stderr."""
     if stream:
         typer.echo()
-    for prompt, completion in zip(prompts, done.completions, strict=True):
+    for prompt, completion in zip(prompts, completions.completions, strict=True):
         if len(prompts) > 1:
             typer.echo(f"{prompt}:")
         if not stream:
             typer.echo(completion.text)
-    times, tokens = done.times, sum(len(completion.tokens) for completion in done.completions)
+    times, tokens = (
+        completions.times,
+        sum(len(completion.tokens) for completion in completions.completions),
+    )
     speed = "" if times.rate is None else f", then {times.rate:.1f} tokens/s for each prompt"
     typer.echo(
         f"{pluralize(tokens, 'token')} on {pluralize(world, 'rank')} in {times.end:.2f} s: first "

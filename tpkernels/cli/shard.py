@@ -128,14 +128,14 @@ def _size(slot: Slot, shape: Sequence[int]) -> str:
 
 
 def _split(slot: Slot, ranks: int) -> str:
-    if slot.split is None or ranks == 1:
+    if slot.sharding is None or ranks == 1:
         return "replicated"
     if isinstance(slot.owners[0][0], MoE):
         features = "input features" if slot.name.endswith("down_proj") else "output features"
-        return features if slot.split.dim else "experts"
+        return features if slot.sharding.dim else "experts"
     if not slot.linear:
         return "vocabulary" if len(slot.shape) == 2 else "output features"
-    return "input features" if slot.split.dim else "output features"
+    return "input features" if slot.sharding.dim else "output features"
 
 
 def _by_rank(values: list[str]) -> str:

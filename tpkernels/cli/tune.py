@@ -168,13 +168,13 @@ def tune_case(
     operands, group = random_case(spec, sessions.rank_device(device)), world_group().ready(device)
     previous = group.timing_table(device)
     group.use_times(device, EMPTY_TABLE)
-    group.measured.failures.clear()
+    group.planner_inputs.failures.clear()
     with tpkernels.autotune(limit=budget, save=True):
         run_planned(operands.copy(), "auto")
     measured = group.timing_table(device).measurements  # on GPUs, includes times in graphs
     failed = {
         name: reason
-        for failures in group.measured.failures.values()
+        for failures in group.planner_inputs.failures.values()
         for name, reason in failures.items()
     }
     group.use_times(device, previous.extended(measured))

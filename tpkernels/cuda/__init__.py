@@ -3,8 +3,8 @@
 Importing this module does not load the driver. Functions that need the driver raise
 ``NotImplementedError`` and report the missing component. A prepared call is bound to the
 ``DeviceWorkspace`` of a group and launched on the current torch stream of its device. A launch
-returns as soon as its kernels are queued. After the stream has completed them, ``space.failure()``
-reports failed waits.
+returns as soon as its kernels are queued. After the stream has completed them,
+``workspace.failure()`` reports failed waits.
 """
 
 from tpkernels.cuda.calls import (

@@ -30,7 +30,7 @@ from tpkernels.common.dtypes import CODES
 from tpkernels.common.integers import ceil_div
 from tpkernels.cuda import layouts, operands
 from tpkernels.cuda.image import device_and_stream, launch
-from tpkernels.cuda.operands import epilogue, kernel_space
+from tpkernels.cuda.operands import epilogue, kernel_workspace
 from tpkernels.planning.cost import all_reduce_variant
 from tpkernels.planning.qualification import SHARDS, SUMS, select_variants
 from tpkernels.symm.device import DeviceWorkspace, PreparedCall
@@ -81,9 +81,9 @@ def prepare_all_reduce(
     layout = layouts.all_reduce_layout(variant, count, world, x.element_size(), out.element_size())
     out_dtype = out.dtype
 
-    def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
-        operands.check_capacity(space, device, world, layout.signals, layout.nbytes)
-        space_args = kernel_space(space, signature)
+    def bind(workspace: DeviceWorkspace, signature: int) -> Callable[..., None]:
+        operands.check_capacity(workspace, device, world, layout.signals, layout.nbytes)
+        workspace_args = kernel_workspace(workspace, signature)
 
         def run(
             x: torch.Tensor,
@@ -94,7 +94,12 @@ def prepare_all_reduce(
             epilogue_args = epilogue(out_dtype, bias, residual)
             call = _all_reduce(x, out, epilogue_args, layout)
             launch(
-                f"{variant}_all_reduce", device, space_args, call, blocks=layout.blocks, early=early
+                f"{variant}_all_reduce",
+                device,
+                workspace_args,
+                call,
+                blocks=layout.blocks,
+                early=early,
             )
 
         return run
@@ -146,10 +151,10 @@ def sum_partials(
     launch("sum_of_partials", out.device, call, blocks=blocks)
 
 
-def barrier(space: DeviceWorkspace, signature: int) -> None:
+def barrier(workspace: DeviceWorkspace, signature: int) -> None:
     """Queue a barrier of all ranks. After it, all work that any rank queued before its barrier is
     complete and visible."""
-    launch("call_barrier", space.regions.device, kernel_space(space, signature))
+    launch("call_barrier", workspace.regions.device, kernel_workspace(workspace, signature))
 
 
 def prepare_all_gather(
@@ -159,7 +164,7 @@ def prepare_all_gather(
     variant: str = "auto",
     variants: frozenset[str] = frozenset(),
 ) -> PreparedCall:
-    """Prepare ``out = concat_r(x_r)``: x [sizes[rank], row], out [sum(sizes), row].
+    """Prepare ``out = concat_r(x_r)``: x [sizes[rank], columns], out [sum(sizes), columns].
 
     ``auto`` selects from the ``variants`` of the workspace. The launch arguments are (x, out)."""
     if out.dtype != x.dtype:
@@ -180,9 +185,9 @@ def prepare_reduce_scatter(
 ) -> PreparedCall:
     """Prepare ``out = round(rows_rank(sum_r(x_r)) + bias + residual)``.
 
-    The sum is computed in fp32 in rank order: x [sum(sizes), row], out and residual
-    [sizes[rank], row], bias [row]. Their dtypes may differ. ``auto`` selects from the ``variants``
-    of the workspace. The launch arguments are (x, out, bias, residual)."""
+    The sum is computed in fp32 in rank order: x [sum(sizes), columns], out and residual
+    [sizes[rank], columns], bias [columns]. Their dtypes may differ. ``auto`` selects from the
+    ``variants`` of the workspace. The launch arguments are (x, out, bias, residual)."""
     vector_bytes, added = layouts.VECTOR * x.element_size(), (bias, residual)
     return _prepare_shards("reduce_scatter", vector_bytes, x, out, sizes, *added, variant, variants)
 
@@ -202,15 +207,15 @@ def _prepare_shards(
         raise ValueError(f"variant is {variant!r}; it must be auto, one_shot or ll")
     if x.dim() != 2:
         raise ValueError(f"x has shape {list(x.shape)}; it must be a matrix")
-    device, row, dtypes = x.device, x.shape[1], (x.dtype, out.dtype)
+    device, columns, dtypes = x.device, x.shape[1], (x.dtype, out.dtype)
     operands.check_summable(device, x=x, out=out, bias=bias, residual=residual)
-    operands.check_bias(bias, row)
+    operands.check_bias(bias, columns)
     if residual is not None and residual.shape != out.shape:
         raise ValueError(
             f"residual has shape {list(residual.shape)}; it must have the shape of out, "
             f"{list(out.shape)}"
         )
-    row_bytes = row * x.element_size()
+    row_bytes = columns * x.element_size()
     if variant == "auto":
         small = sum(sizes) * row_bytes <= layouts.LL_BYTES
         candidates = select_variants(variants, SHARDS)
@@ -218,20 +223,21 @@ def _prepare_shards(
     layout = layouts.shards_layout(variant, max(sizes) * row_bytes, len(sizes), vector_bytes)
     shapes = list(x.shape), list(out.shape)
 
-    def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
-        operands.check_capacity(space, device, len(sizes), layout.signals, layout.nbytes)
-        shard_shape, full_shape = [sizes[space.rank], row], [sum(sizes), row]
+    def bind(workspace: DeviceWorkspace, signature: int) -> Callable[..., None]:
+        operands.check_capacity(workspace, device, len(sizes), layout.signals, layout.nbytes)
+        shard_shape, full_shape = [sizes[workspace.rank], columns], [sum(sizes), columns]
         expected_shapes = (
             (shard_shape, full_shape) if kernel == "all_gather" else (full_shape, shard_shape)
         )
         if shapes != expected_shapes:
             raise ValueError(
                 f"x has shape {shapes[0]} and out has shape {shapes[1]}; with sizes {list(sizes)} "
-                f"they must be {expected_shapes[0]} and {expected_shapes[1]} on rank {space.rank}"
+                f"they must be {expected_shapes[0]} and {expected_shapes[1]} on rank "
+                f"{workspace.rank}"
             )
-        space_args, starts, code = (
-            kernel_space(space, signature),
-            space.starts(sizes),
+        workspace_args, starts, code = (
+            kernel_workspace(workspace, signature),
+            workspace.starts(sizes),
             CODES[dtypes[0]],
         )
 
@@ -243,8 +249,8 @@ def _prepare_shards(
         ) -> None:
             addresses = x.data_ptr(), out.data_ptr(), starts.data_ptr()
             epilogue_args = epilogue(dtypes[1], bias, residual)
-            call = _C.cuda.Shards(*addresses, row, code, layout.slot_bytes, epilogue_args)
-            launch(f"{variant}_{kernel}", device, space_args, call, blocks=layout.blocks)
+            call = _C.cuda.Shards(*addresses, columns, code, layout.slot_bytes, epilogue_args)
+            launch(f"{variant}_{kernel}", device, workspace_args, call, blocks=layout.blocks)
 
         return run
 
@@ -279,26 +285,26 @@ def prepare_routed(
         inverse_permutation: inverse of permutation (combine only).
         weights: fp32 [sizes[rank], k] (combine only).
     """
-    device, k, row = x.device, permutation.numel() // max(sum(sizes), 1), x.shape[1]
+    device, k, columns = x.device, permutation.numel() // max(sum(sizes), 1), x.shape[1]
     operands.check_summable(device, x=x, out=out, weights=weights)
     combines, code = weights is not None, CODES[x.dtype]
-    layout = layouts.routed_layout(max(sizes), k, row, x.element_size(), combines)
+    layout = layouts.routed_layout(max(sizes), k, columns, x.element_size(), combines)
     tokens = list((out if combines else x).shape)
-    if out.dtype != x.dtype or out.shape[1] != row:
+    if out.dtype != x.dtype or out.shape[1] != columns:
         raise ValueError(
             f"x is {list(x.shape)} {x.dtype} but out is {list(out.shape)} {out.dtype}; they must "
             "have the same number of columns and the same dtype"
         )
 
-    def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
-        operands.check_capacity(space, device, len(sizes), layout.signals, layout.nbytes)
-        if tokens != [sizes[space.rank], row]:
+    def bind(workspace: DeviceWorkspace, signature: int) -> Callable[..., None]:
+        operands.check_capacity(workspace, device, len(sizes), layout.signals, layout.nbytes)
+        if tokens != [sizes[workspace.rank], columns]:
             raise ValueError(
                 f"{'out' if combines else 'x'} has shape {tokens}; it must be "
-                f"{[sizes[space.rank], row]} on rank {space.rank}"
+                f"{[sizes[workspace.rank], columns]} on rank {workspace.rank}"
             )
         kernel = "routed_combine" if combines else "routed_dispatch"
-        space_args, starts = kernel_space(space, signature), space.starts(sizes)
+        workspace_args, starts = kernel_workspace(workspace, signature), workspace.starts(sizes)
 
         def run(
             x: torch.Tensor,
@@ -317,8 +323,8 @@ def prepare_routed(
                 *assignment_args,
                 rank_offsets.data_ptr(),
             )
-            call = _C.cuda.Routed(*addresses, starts.data_ptr(), k, max_rows, row, code)
-            launch(kernel, device, space_args, call, blocks=layout.blocks)
+            call = _C.cuda.Routed(*addresses, starts.data_ptr(), k, max_rows, columns, code)
+            launch(kernel, device, workspace_args, call, blocks=layout.blocks)
 
         return run
 
@@ -360,20 +366,22 @@ def prepare_normed_all_reduce(
     if variant not in allowed:
         raise ValueError(f"variant is {variant!r}; it must be one of {', '.join(allowed)}")
     rows, columns = _matrix(x)
-    device, dtype, count, x_bytes = x.device, x.dtype, x.numel(), x.element_size()
+    device, dtype, count, x_itemsize = x.device, x.dtype, x.numel(), x.element_size()
     operands.check_summable(device, x=x, bias=bias, residual=residual)
     _check_rows(x, weight, total=total, normed=normed)
     operands.check_matching(False, x=x, residual=residual)
     operands.check_bias(bias, columns)
     if variant == "auto":
-        variant = all_reduce_variant(count * x_bytes, world, select_variants(variants, SUMS), rows)
+        variant = all_reduce_variant(
+            count * x_itemsize, world, select_variants(variants, SUMS), rows
+        )
     uses_ll = variant in ("ll", "ll_two_shot")
     cluster = _cluster(rows if uses_ll else ceil_div(rows, world), columns, device)
-    layout = layouts.rows_layout(variant, rows, columns, world, x_bytes, cluster)
+    layout = layouts.rows_layout(variant, rows, columns, world, x_itemsize, cluster)
 
-    def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
-        operands.check_capacity(space, device, world, layout.signals, layout.nbytes)
-        space_args = kernel_space(space, signature)
+    def bind(workspace: DeviceWorkspace, signature: int) -> Callable[..., None]:
+        operands.check_capacity(workspace, device, world, layout.signals, layout.nbytes)
+        workspace_args = kernel_workspace(workspace, signature)
         shape = {"blocks": layout.blocks, "cluster": cluster, "early": early}
 
         def run(
@@ -389,7 +397,7 @@ def prepare_normed_all_reduce(
             residual = None if residual is None else _aligned(residual)
             call = _all_reduce(x, total, epilogue(dtype, bias, residual), layout)
             norm = _norm(normed, scale, eps)
-            launch(f"{variant}_all_reduce_rms_norm", device, space_args, call, norm, **shape)
+            launch(f"{variant}_all_reduce_rms_norm", device, workspace_args, call, norm, **shape)
 
         return run
 

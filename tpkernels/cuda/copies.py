@@ -1,12 +1,12 @@
 """Peer copies by the copy engines, ordered by signals: a call of several launches.
 
-    with CopyCall(space, signature, [chunk]) as call:
+    with CopyCall(workspace, signature, [chunk]) as call:
         call.put(shard, 0)                     # into the memory of this rank, for the peers
         call.publish(1)
-        side.fork()                            # symm/streams.py
-        with side.current():
+        side_streams.fork()                    # symm/streams.py
+        with side_streams.current():
             call.fetch(peer, 1, chunk, 0)      # waits for signal 1, then copies
-        side.join()
+        side_streams.join()
 
 Problem: fetch chunks from peers while the SMs run a matmul, in eager calls and replayed graphs.
 
@@ -39,7 +39,7 @@ import torch
 
 from tpkernels import _C
 from tpkernels.cuda.image import device_and_stream, kernels, launch
-from tpkernels.cuda.operands import check_contiguous, kernel_space
+from tpkernels.cuda.operands import check_contiguous, kernel_workspace
 from tpkernels.symm import streams
 from tpkernels.symm.device import MAX_FLAGS, DeviceWorkspace
 from tpkernels.symm.gpu_memory import GpuSegment
@@ -60,7 +60,7 @@ class CopyCall:
 
     Args:
         results: contiguous tensors; filled with NaN at the end if a wait has failed.
-        in_place: fetch from this segment instead of the rank memory; ``put`` is not used.
+        segment: fetch from this symmetric tensor instead of the rank memory; ``put`` is not used.
         flags: number of flags that `set_flag` may set.
 
     Raises:
@@ -69,10 +69,10 @@ class CopyCall:
 
     def __init__(
         self,
-        space: DeviceWorkspace,
+        workspace: DeviceWorkspace,
         signature: int,
         results: Sequence[torch.Tensor] = (),
-        in_place: GpuSegment | None = None,
+        segment: GpuSegment | None = None,
         flags: int = 0,
     ) -> None:
         if len(results) > _C.cuda.MAX_RESULTS or flags > MAX_FLAGS:
@@ -81,51 +81,51 @@ class CopyCall:
                 f"{_C.cuda.MAX_RESULTS} and {MAX_FLAGS} are supported; pass fewer weights per call"
             )
         for i, result in enumerate(results):
-            check_contiguous(space.regions.device, **{f"results[{i}]": result})
-        self.in_place = in_place
-        self._space, self._results, self._flags = space, results, flags
-        if in_place is not None:
-            signature = in_place.signature(signature)
-        self._space_args = kernel_space(space, signature)
-        self.rank, self.last_signal = space.rank, space.signals - 2
-        self._device = space.regions.device
+            check_contiguous(workspace.regions.device, **{f"results[{i}]": result})
+        self.segment = segment
+        self._workspace, self._results, self._flags = workspace, results, flags
+        if segment is not None:
+            signature = segment.signature(signature)
+        self._workspace_args = kernel_workspace(workspace, signature)
+        self.rank, self.last_signal = workspace.rank, workspace.signals - 2
+        self._device = workspace.regions.device
         self._kernels = kernels(device_and_stream(self._device)[0])
         self._captured = flags > 0 and streams.is_captured(self._device)
 
     def __enter__(self) -> CopyCall:
-        launch("call_begin", self._device, self._space_args, self._flags)
+        launch("call_begin", self._device, self._workspace_args, self._flags)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             results = [(x.data_ptr(), x.numel() * x.element_size()) for x in self._results]
-            launch("call_end", self._device, self._space_args, _C.cuda.Results(results))
+            launch("call_end", self._device, self._workspace_args, _C.cuda.Results(results))
 
     def view(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
         """Return a contiguous tensor at byte ``offset`` of the memory of this rank."""
-        return self._space.view(dtype, shape, offset)
+        return self._workspace.view(dtype, shape, offset)
 
     def put(self, src: torch.Tensor, offset: int) -> None:
         """Copy a tensor to byte ``offset`` of the memory of this rank."""
         nbytes = self._check(src, offset)
-        local_address = self._space.buffers(self._space.rank) + offset
+        local_address = self._workspace.buffers(self._workspace.rank) + offset
         self._kernels.copy(self._stream(), local_address, src.data_ptr(), nbytes)
 
-    def publish(self, index: int, dst: int | None = None) -> None:
-        """Send signal ``index`` to rank ``dst``, or to all peers, after the preceding work of the
+    def publish(self, index: int, peer: int | None = None) -> None:
+        """Send signal ``index`` to rank ``peer``, or to all peers, after the preceding work of the
         stream."""
         self._check_signal(index)
-        if dst is not None:
-            self._check_peer(dst)
-        signal = _C.cuda.Signal(-1 if dst is None else dst, index)
-        launch("call_publish", self._device, self._space_args, signal)
+        if peer is not None:
+            self._check_peer(peer)
+        signal = _C.cuda.Signal(-1 if peer is None else peer, index)
+        launch("call_publish", self._device, self._workspace_args, signal)
 
     def set_flag(self, index: int) -> None:
         """Set a flag for the kernels of this rank, after the preceding work of the stream. Once per
         flag and call."""
         if not 0 <= index < self._flags:
             raise ValueError(f"flag index is {index}; it must be 0 to {self._flags - 1}")
-        self._kernels.set_flag(self._stream(), self._space_args, index, self._captured)
+        self._kernels.set_flag(self._stream(), self._workspace_args, index, self._captured)
 
     def fetch(self, source: int, index: int, dst: torch.Tensor, offset: int) -> None:
         """Queue `await_signal`, then `copy_from`."""
@@ -136,17 +136,17 @@ class CopyCall:
         """Queue a wait for signal ``index`` from rank ``source``. It also ends at a failure."""
         self._check_signal(index)
         self._check_peer(source)
-        launch("call_wait", self._device, self._space_args, _C.cuda.Signal(source, index))
+        launch("call_wait", self._device, self._workspace_args, _C.cuda.Signal(source, index))
 
     def copy_from(self, source: int, dst: torch.Tensor, offset: int) -> None:
         """Copy from byte ``offset`` of the memory of rank ``source`` into ``dst``. The contents of
         ``dst`` are invalid after a failed wait."""
         self._check_peer(source)
         nbytes = self._check(dst, offset)
-        if self.in_place is None:
-            begin = self._space.buffers(source)
+        if self.segment is None:
+            begin = self._workspace.buffers(source)
         else:
-            begin = self.in_place.addresses[source]
+            begin = self.segment.addresses[source]
         self._kernels.copy(self._stream(), dst.data_ptr(), begin + offset, nbytes)
 
     def _stream(self) -> int:
@@ -156,7 +156,7 @@ class CopyCall:
         """Return the size of the tensor in bytes. Raises ``ValueError`` if it does not fit."""
         check_contiguous(self._device, tensor=tensor)
         nbytes = tensor.numel() * tensor.element_size()
-        capacity = 2 * self._space.buffer_bytes if self.in_place is None else self.in_place.nbytes
+        capacity = 2 * self._workspace.buffer_bytes if self.segment is None else self.segment.nbytes
         if offset < 0 or offset + nbytes > capacity:
             raise ValueError(
                 f"bytes [{offset}, +{nbytes}) are out of range; each rank has {capacity} bytes"
@@ -169,8 +169,8 @@ class CopyCall:
             raise ValueError(f"signal index is {index}; it must be 1 to {self.last_signal}")
 
     def _check_peer(self, rank: int) -> None:
-        if not 0 <= rank < self._space.world or rank == self._space.rank:
+        if not 0 <= rank < self._workspace.world or rank == self._workspace.rank:
             raise ValueError(
-                f"rank {rank} is not a peer of rank {self._space.rank}; world_size is "
-                f"{self._space.world}"
+                f"rank {rank} is not a peer of rank {self._workspace.rank}; world_size is "
+                f"{self._workspace.world}"
             )

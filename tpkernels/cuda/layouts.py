@@ -53,19 +53,19 @@ def _ll_blocks(nbytes: int, vector_bytes: int) -> int:
 
 
 def all_reduce_layout(
-    variant: str, count: int, world: int, x_bytes: int, out_bytes: int
+    variant: str, count: int, world: int, x_itemsize: int, out_itemsize: int
 ) -> BufferLayout:
-    """Return the layout of an all-reduce of ``count`` elements. ``x_bytes`` and ``out_bytes`` are
-    the input and output bytes per element."""
+    """Return the layout of an all-reduce of ``count`` elements. ``x_itemsize`` and
+    ``out_itemsize`` are the input and output bytes per element."""
     segment = count if variant == "ll" else round_up(ceil_div(count, world), SEGMENT_UNIT)
-    nbytes = segment * x_bytes
+    nbytes = segment * x_itemsize
     if variant == "ll":
-        return BufferLayout(_ll_blocks(nbytes, VECTOR * x_bytes), ll_signals(nbytes), segment)
+        return BufferLayout(_ll_blocks(nbytes, VECTOR * x_itemsize), ll_signals(nbytes), segment)
     if variant == "ll_two_shot":
-        signals = ll_signals(nbytes, segment * out_bytes)
-        return BufferLayout(_ll_blocks(nbytes, VECTOR * x_bytes), signals, segment)
+        signals = ll_signals(nbytes, segment * out_itemsize)
+        return BufferLayout(_ll_blocks(nbytes, VECTOR * x_itemsize), signals, segment)
     blocks = min(MAX_BLOCKS, max(1, ceil_div(count, _REDUCE_ELEMENTS_PER_BLOCK)))
-    return _two_shot_layout(blocks, segment, nbytes, world, count * out_bytes)
+    return _two_shot_layout(blocks, segment, nbytes, world, count * out_itemsize)
 
 
 def _two_shot_layout(
@@ -77,7 +77,7 @@ def _two_shot_layout(
 
 
 def rows_layout(
-    variant: str, rows: int, columns: int, world: int, x_bytes: int, cluster: int
+    variant: str, rows: int, columns: int, world: int, x_itemsize: int, cluster: int
 ) -> BufferLayout:
     """Return the layout of an all-reduce with RMSNorm, in which ``cluster`` blocks share a row."""
     segment_rows = rows if variant == "ll" else ceil_div(rows, world)
@@ -87,16 +87,19 @@ def rows_layout(
     blocks = cluster * max(1, min(MAX_BLOCKS // cluster, clusters))
     if uses_ll:
         shots = 1 if variant == "ll" else 2
-        return BufferLayout(blocks, ll_signals(*[segment * x_bytes] * shots), segment)
-    nbytes = rows * columns * x_bytes
-    return _two_shot_layout(blocks, segment, segment * x_bytes, world, nbytes)
+        return BufferLayout(blocks, ll_signals(*[segment * x_itemsize] * shots), segment)
+    nbytes = rows * columns * x_itemsize
+    return _two_shot_layout(blocks, segment, segment * x_itemsize, world, nbytes)
 
 
-def routed_layout(tokens: int, k: int, row: int, itemsize: int, combines: bool) -> BufferLayout:
+def routed_layout(tokens: int, k: int, columns: int, itemsize: int, combines: bool) -> BufferLayout:
     """Return the layout of an MoE dispatch or combine with at most ``tokens`` tokens per rank and
     ``k`` assignments per token. Each block processes some columns of all rows."""
-    nbytes = tokens * row * itemsize
-    units, max_blocks = ceil_div(row, SEGMENT_UNIT), ceil_div(k * nbytes, _SHARD_BYTES_PER_BLOCK)
+    nbytes = tokens * columns * itemsize
+    units, max_blocks = (
+        ceil_div(columns, SEGMENT_UNIT),
+        ceil_div(k * nbytes, _SHARD_BYTES_PER_BLOCK),
+    )
     blocks = max(1, min(MAX_BLOCKS, units, max_blocks))
     return BufferLayout(blocks, 1 + blocks, nbytes=nbytes * (k if combines else 1))
 

@@ -53,7 +53,7 @@ def check_bias(bias: torch.Tensor | None, cols: int | None = None) -> None:
 
 
 def check_capacity(
-    space: DeviceWorkspace, device: torch.device, world: int, signals: int, buffer_bytes: int
+    workspace: DeviceWorkspace, device: torch.device, world: int, signals: int, buffer_bytes: int
 ) -> None:
     """Raise ``ValueError`` unless a call with these requirements fits the workspace.
 
@@ -62,17 +62,17 @@ def check_capacity(
         signals: required signals per source rank.
         buffer_bytes: required bytes per buffer.
     """
-    if (device, world) != (space.regions.device, space.world):
+    if (device, world) != (workspace.regions.device, workspace.world):
         raise ValueError(
-            f"rank {space.rank}: the call was prepared for {world} ranks on {device}, but the "
-            f"workspace has {space.world} ranks on {space.regions.device}; prepare the call for "
-            "these"
+            f"rank {workspace.rank}: the call was prepared for {world} ranks on {device}, but the "
+            f"workspace has {workspace.world} ranks on {workspace.regions.device}; prepare the "
+            "call for these"
         )
-    if not space.holds(signals, buffer_bytes):
+    if not workspace.holds(signals, buffer_bytes):
         raise ValueError(
-            f"the workspace has {space.signals} signals per source rank and buffers of "
-            f"{space.buffer_bytes} bytes, but this call needs {signals} signals and {buffer_bytes} "
-            "bytes"
+            f"the workspace has {workspace.signals} signals per source rank and buffers of "
+            f"{workspace.buffer_bytes} bytes, but this call needs {signals} signals and "
+            f"{buffer_bytes} bytes"
         )
 
 
@@ -91,19 +91,19 @@ def epilogue(
     return _C.cuda.Epilogue(CODES[out_dtype], *bias_args, *residual_args)
 
 
-def kernel_space(space: DeviceWorkspace, signature: int) -> _C.cuda.Space:
+def kernel_workspace(workspace: DeviceWorkspace, signature: int) -> _C.cuda.Workspace:
     """Return the workspace argument of a kernel, including the call signature."""
-    return _C.cuda.Space(
-        space.regions.data_ptr(),
-        space.state.data_ptr(),
-        space.control.data_ptr(),
-        space.rank,
-        space.world,
+    return _C.cuda.Workspace(
+        workspace.regions.data_ptr(),
+        workspace.state.data_ptr(),
+        workspace.control.data_ptr(),
+        workspace.rank,
+        workspace.world,
         signature,
-        space.timeout_ns,
-        space.signals,
-        space.buffers_offset,
-        space.buffer_stride,
-        space.seed,
-        space.chaos,
+        workspace.timeout_ns,
+        workspace.signals,
+        workspace.buffers_offset,
+        workspace.buffer_stride,
+        workspace.seed,
+        workspace.chaos,
     )

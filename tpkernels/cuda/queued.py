@@ -19,7 +19,7 @@ from tpkernels.symm.device import PreparedCall
 _MAX_LAUNCHES = 64  # max cached launches per cached plan
 
 
-def queued(
+def require_workspace(
     call: Call, device: torch.device, signals: int, buffer_bytes: int, sizes: tuple[int, ...] = ()
 ) -> CudaWorkspace:
     """Return the workspace for a call that only queues work. Enter it as a context around the call.
@@ -33,10 +33,12 @@ def queued(
         CaptureError: during graph capture, if the workspace would have to change.
         WorkspaceMemoryError: on all ranks, if any rank lacks memory for the workspace.
     """
-    workspace = call.workspace.cuda(device, signals, buffer_bytes, call.plan.description)
+    cuda_workspace = call.workspace.cuda_workspace(
+        device, signals, buffer_bytes, call.plan.description
+    )
     if sizes:  # during capture this may raise, so it precedes all queued work
-        workspace.current.starts(sizes)
-    return workspace
+        cuda_workspace.current.starts(sizes)
+    return cuda_workspace
 
 
 class _BoundLaunch(NamedTuple):
@@ -56,8 +58,8 @@ def queue(
 ) -> None:
     """Launch the call returned by ``prepare`` with these tensors. ``prologue`` queues work directly
     before the launch, under the same lock."""
-    workspace, run = bind_launch(call, device, key, prepare)
-    with workspace:
+    cuda_workspace, run = bind_launch(call, device, key, prepare)
+    with cuda_workspace:
         prologue()
         run(*tensors)
 
@@ -80,19 +82,19 @@ def bind_launch(
             It must be part of the key.
 
     Raises:
-        CaptureError, WorkspaceMemoryError: see `queued`.
+        CaptureError, WorkspaceMemoryError: see `require_workspace`.
     """
-    workspace = call.workspace.cuda_workspaces[device]
+    cuda_workspace = call.workspace.cuda_workspaces[device]
     cached: _BoundLaunch | None = call.cache.get(key)
-    if cached is None or cached.version is not workspace.current.arguments_version:
+    if cached is None or cached.version is not cuda_workspace.current.arguments_version:
         prepared = prepare()
-        space = queued(
+        workspace = require_workspace(
             call, device, prepared.signals, prepared.buffer_bytes, prepared.sizes
         ).current
         if signature is None:
             signature = call.plan.signature
-        cached = _BoundLaunch(space.arguments_version, prepared.bind(space, signature))
+        cached = _BoundLaunch(workspace.arguments_version, prepared.bind(workspace, signature))
         if len(call.cache) >= _MAX_LAUNCHES:
             call.cache.clear()
         call.cache[key] = cached
-    return workspace, cached.run
+    return cuda_workspace, cached.run

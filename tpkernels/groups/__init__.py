@@ -193,9 +193,9 @@ def get(name: str) -> Group:
 def timing_tables(device: str) -> dict[str, Table]:
     """Return the timing tables for a device type by group name."""
     return {
-        name: group.measured.tables[device]
+        name: group.planner_inputs.tables[device]
         for name, group in list(_groups.items())
-        if device in group.measured.tables
+        if device in group.planner_inputs.tables
     }
 
 
@@ -207,7 +207,7 @@ def ranks_and_sizes() -> list[tuple[str, int, int]]:
 def autotuned_groups() -> list[str]:
     """Return the names of the groups for which `autotune` is on."""
     return sorted(
-        name for name, group in list(_groups.items()) if group.measured.tuning is not None
+        name for name, group in list(_groups.items()) if group.planner_inputs.tuning is not None
     )
 
 
@@ -337,7 +337,7 @@ def finalize() -> None:
     """
     all_groups = list(_groups.values())
     for group in all_groups:
-        if group.within_call():
+        if group.current_thread_in_call():
             raise RuntimeError(
                 f"group '{group.name}' is in a call on this thread; a signal handler or callback "
                 "cannot call tpkernels.finalize during a call"

@@ -36,7 +36,7 @@ from tpkernels.planning.qualification import Qualification
 from tpkernels.planning.table import Series, Table, are_close
 from tpkernels.symm import streams
 from tpkernels.symm.colocation import probe_colocation
-from tpkernels.symm.exchange import Participant, Presence
+from tpkernels.symm.exchange import ExchangeState, Participant
 from tpkernels.symm.host import HostWorkspace
 from tpkernels.symm.node import Node, make_node
 from tpkernels.torch_private import detect_fake_mode, get_backend, get_timeout
@@ -66,12 +66,12 @@ _QUALIFIED_GPU_TUNING = Tuning(limit=2.0)
 
 
 def _failure_key(problem: Problem) -> tuple[Series | Problem, int]:
-    """Return the key of a problem in `Measured.failures`."""
+    """Return the key of a problem in `PlannerInputs.failures`."""
     return problem.tuning_key or (problem, 0)
 
 
 @dataclass
-class Measured:
+class PlannerInputs:
     """The measurements and settings that calls are planned from. Identical on all ranks."""
 
     tables: dict[str, Table] = field(default_factory=dict)  #: by device; see `Group.timing_table`
@@ -161,16 +161,16 @@ class Group(_C.calls.GroupCalls):
         self.numerics: str | None = None  #: the argument of `init`
         self.waiter = Waiter()
         self.notices: list[str] = []  #: warnings that `warn` will issue
-        self.cuda_sums = CudaNumerics()
-        self.measured = Measured()
+        self.numerics_state = CudaNumerics()
+        self.planner_inputs = PlannerInputs()
         self.mesh_agreements: dict[Hashable, Any] = {}  #: see tpkernels/mesh/agreement.py
         self._qualification: dict[str, Qualification] = {}
         self._broken: str | None = None
         self._closed: str | None = None  # the cause
         self._owner_pid: int | None = None  # in a fork: the process that created the group
         self._ready = False
-        self._presence = Presence()
-        self._second_presence = Presence()
+        self._exchange_state = ExchangeState()
+        self._second_exchange_state = ExchangeState()
         self._unsupported_kernels: dict[tuple[torch.device, str], str | None] = {}
 
     @property
@@ -218,13 +218,15 @@ class Group(_C.calls.GroupCalls):
                     f"cannot be changed to {format_options(options)}"
                 )
             participant = self.participant(gpu_timeout if device == "cuda" else cpu_timeout)
-            one_machine, leaders = self._agree_on_memory(
+            one_machine, first_ranks = self._agree_on_memory(
                 participant, {**options, "timeout_on_gpus": gpu_timeout}
             )
             if self.unshared_reason is None:
                 self.workspace = HostWorkspace(participant, workspace_bytes)
             elif self.world > 1:
-                self.node, self.no_node_reason = make_node(participant, workspace_bytes, leaders)
+                self.node, self.no_node_reason = make_node(
+                    participant, workspace_bytes, first_ranks
+                )
                 if one_machine and self.rank == 0:
                     self.notices.append(
                         "the ranks are on one machine but do not share memory, so calls use the "
@@ -232,9 +234,9 @@ class Group(_C.calls.GroupCalls):
                     )
             self._set_timeouts(cpu_timeout, gpu_timeout)
             self.workspace_bytes, self.autotune = workspace_bytes, autotune
-            if autotune and self.measured.tuning is None:
-                self.measured.tuning = Tuning()
-            self.numerics, self.cuda_sums = numerics, CudaNumerics(numerics)
+            if autotune and self.planner_inputs.tuning is None:
+                self.planner_inputs.tuning = Tuning()
+            self.numerics, self.numerics_state = numerics, CudaNumerics(numerics)
             self._ready = True
 
     def make_second_group(self, purpose: str, device: str) -> Group:
@@ -246,12 +248,15 @@ class Group(_C.calls.GroupCalls):
             MemoryError: on all ranks.
         """
         second = Group(self.pg, _close, f"{self.name}/{purpose}")
-        second._presence = self._second_presence.renew()
+        second._exchange_state = self._second_exchange_state.renew()
         second.init(
             self.timeout_on(device), self.workspace_bytes, False, self.numerics, device=device
         )
         second._set_timeouts(self.timeout, self.gpu_timeout)
-        second.measured.tables, second.cuda_sums = self.measured.tables, self.cuda_sums
+        second.planner_inputs.tables, second.numerics_state = (
+            self.planner_inputs.tables,
+            self.numerics_state,
+        )
         return second
 
     def _set_timeouts(self, timeout: float, gpu_timeout: float) -> None:
@@ -268,23 +273,23 @@ class Group(_C.calls.GroupCalls):
         ``ValueError`` on all ranks if the options differ.
 
         Returns:
-            Whether all ranks run on one machine, and for each rank the leader of the ranks that it
+            Whether all ranks run on one machine, and for each rank the lowest of the ranks that it
             shares memory with.
         """
-        statement = {"options": options, "host": socket.gethostname()}
-        colocation = probe_colocation(participant, statement)
-        self.unshared_reason, statements = colocation.unshared_reason, colocation.statements
-        for rank, other in enumerate(statements):
+        rank_info = {"options": options, "host": socket.gethostname()}
+        colocation = probe_colocation(participant, rank_info)
+        self.unshared_reason, rank_infos = colocation.unshared_reason, colocation.rank_infos
+        for rank, other in enumerate(rank_infos):
             if other["options"] != options:
                 raise ValueError(
                     f"tpkernels.init of group '{self.name}': rank {self.rank} passes "
                     f"{format_options(options)}, but rank {rank} passes "
                     f"{format_options(other['options'])}; all ranks must pass the same options"
                 )
-        one_machine = len({other["boot_id"] for other in statements} - {None}) <= 1
+        one_machine = len({other["boot_id"] for other in rank_infos} - {None}) <= 1
         if self.unshared_reason is not None:
-            self.hosts = len({other["host"] for other in statements})
-        return one_machine, colocation.leaders
+            self.hosts = len({other["host"] for other in rank_infos})
+        return one_machine, colocation.first_ranks
 
     # Members and memory.
 
@@ -312,7 +317,7 @@ class Group(_C.calls.GroupCalls):
             rank=self.rank,
             world=self.world,
             timeout=timeout,
-            presence=self._presence,
+            exchange_state=self._exchange_state,
             process_group=self.pg.group_name,
         )
 
@@ -364,7 +369,7 @@ class Group(_C.calls.GroupCalls):
                 "the group lock"
             )
 
-    def within_call(self) -> bool:
+    def current_thread_in_call(self) -> bool:
         """Return whether the current thread is in a call."""
         if not self.lock.acquire(blocking=False):
             return False
@@ -389,7 +394,7 @@ class Group(_C.calls.GroupCalls):
         if detect_fake_mode() is not None:
             return
         # In a signal handler during a call all calls are refused, so this rank is not out of step.
-        if self._broken is None and not self.within_call():
+        if self._broken is None and not self.current_thread_in_call():
             self._broken, self.open = describe_error(error), False
             with self.lock:
                 self._notify_peers(error)
@@ -530,14 +535,14 @@ class Group(_C.calls.GroupCalls):
         call and after each change of the torch flag."""
         if self.world == 1 or self.uses_gloo("cuda"):  # the host sums in order at no extra cost
             return ORDERED
-        sums = self.cuda_sums
-        if sums.agreed != sums.requested:
+        state = self.numerics_state
+        if state.agreed != state.requested:
             with self.collective_step(ValueError):
-                if sums.agreed != sums.requested:  # a different thread may have been first
+                if state.agreed != state.requested:  # a different thread may have been first
                     seconds = self.timeout_on("cuda")
-                    sums.adopt(self.rank, self.exchange("numerics", sums.requested, seconds))
-        assert sums.agreed is not None  # set by `adopt`
-        return sums.agreed
+                    state.adopt(self.rank, self.exchange("numerics", state.requested, seconds))
+        assert state.agreed is not None  # set by `adopt`
+        return state.agreed
 
     # Inputs of the planner.
 
@@ -549,7 +554,7 @@ class Group(_C.calls.GroupCalls):
     def timing_table(self, device: str) -> Table:
         """Return the times in the cache of rank 0 for tensors of a device type. The caches of the
         ranks may differ, but all ranks must make the same plans. Collective at the first call."""
-        tables = self.measured.tables
+        tables = self.planner_inputs.tables
         if self.world == 1:
             return tables.get(device, Table())
         return self._agree_once(tables, device, lambda: self._load_rank_0_table(device))
@@ -598,14 +603,14 @@ class Group(_C.calls.GroupCalls):
         """Use these times for all later calls. All ranks must set the same table before the same
         call."""
         with self.lock:
-            self.measured.tables[device] = table
+            self.planner_inputs.tables[device] = table
             self.clear_planned_calls()
 
     def exclude_algorithm(self, problem: Problem, algorithm: str, reason: str) -> None:
         """Exclude an algorithm from later ``auto`` calls of a problem. All ranks must do this
         before the same call."""
         with self.lock:
-            self.measured.failures.setdefault(_failure_key(problem), {})[algorithm] = reason
+            self.planner_inputs.failures.setdefault(_failure_key(problem), {})[algorithm] = reason
             if self.rank == 0:
                 self.notices.append(f"{problem}: algorithm '{algorithm}' {reason}")
             self.clear_planned_calls()
@@ -613,7 +618,7 @@ class Group(_C.calls.GroupCalls):
     def tuning_for(self, device: str) -> Tuning | None:
         """Return the settings for tuning at the first call of a problem, or None if it is off. On
         CUDA tensors it is also on if an algorithm is qualified and `autotune` is not False."""
-        tuning = self.measured.tuning
+        tuning = self.planner_inputs.tuning
         if tuning is not None or device != "cuda" or self.autotune is False:
             return tuning
         agreed = self._qualification.get("cuda", Qualification())  # no communication
@@ -623,12 +628,12 @@ class Group(_C.calls.GroupCalls):
         """Clear the cached plans and tune each new problem with these settings. None stops tuning.
         All ranks must do this before the same call."""
         with self.lock:
-            self.measured.tuning = tuning
+            self.planner_inputs.tuning = tuning
             self.clear_planned_calls()
 
     def note_capture(self, device: torch.device) -> bool:
-        """Return whether a graph is being captured. Captures do not tune, so all calls are planned
-        again after the capture."""
+        """Record whether a graph is being captured, and return it. Captures do not tune, so all
+        calls are planned again after the capture."""
         captured = streams.is_captured(device)
         self.untuned_in_capture = self.untuned_in_capture or captured
         return captured
@@ -639,7 +644,7 @@ class Group(_C.calls.GroupCalls):
         if self.untuned_in_capture and not streams.is_captured(device):
             self.untuned_in_capture = False
             self.clear_planned_calls()
-        if problem.spec.reduces and self.cuda_sums.changed:
+        if problem.spec.reduces and self.numerics_state.changed:
             self.clear_planned_calls()
 
     # Memory and kernels.
@@ -650,9 +655,9 @@ class Group(_C.calls.GroupCalls):
         memory = self.node or self.workspace
         if memory is not None and memory.needs_growth(nbytes):
             with self.collective_step():
-                refused = memory.grow(nbytes, description)
-                if refused is not None and self.rank == 0:
-                    self.notices.append(refused)
+                warning = memory.grow(nbytes, description)
+                if warning is not None and self.rank == 0:
+                    self.notices.append(warning)
 
     def make_symmetric(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None

@@ -113,7 +113,7 @@ def gather_rows(peers, gathered, segments, K, worker, copy_plan: tl.constexpr):
     """Copy the rows of the peers. The copy programs process the chunks round-robin."""
     CHUNK: tl.constexpr = copy_plan.chunk
     num_workers: tl.constexpr = copy_plan.programs
-    world = peers.space.world
+    world = peers.workspace.world
     next_chunk = worker
     for i in range(1, world):
         owner = (peers.rank + i) % world
@@ -155,7 +155,9 @@ def _await_rows(arrivals, owner, tile_m):
         if arrivals.copy_plan.programs == 0:
             flag = owner * arrivals.chunks + tile_m // arrivals.chunk_tiles
             flag_set = tl.full((), 1, tl.int64)
-            sync.await_value(peers, owner, peers.space.state + _FLAGS_OFFSET + flag, flag_set, flag)
+            sync.await_value(
+                peers, owner, peers.workspace.state + _FLAGS_OFFSET + flag, flag_set, flag
+            )
         else:
             begin, end = matmul.segment_rows(arrivals.segments, owner)
             row = tile_m * arrivals.block_m
@@ -215,22 +217,22 @@ def prepare(
     arguments are (x, weights, biases, outs, gathered). The kernel of the first weight gathers; the
     remaining matmuls are plain."""
     (rows, k), w = x.shape, weights[0]
-    operands = config.operands(gathered, w, out_dtype, waits=True)
+    operand_plan = config.plan_operands(gathered, w, out_dtype, waits=True)
     copy_plan = plan_copies(config, x.itemsize, max(sizes) * k, len(sizes))
     run_remaining = bind_remaining_matmuls(config, gathered, weights[1:], out_dtype)
 
-    def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
-        begin, arguments = sum(sizes[: space.rank]), sync.launch_arguments(space, signature)
+    def bind(workspace: DeviceWorkspace, signature: int) -> Callable[..., None]:
+        begin, arguments = sum(sizes[: workspace.rank]), sync.launch_arguments(workspace, signature)
         programs = min(config.programs, ceil_div(rows * k, _COPY_BLOCK))
         shard = rows * k, *arguments[:2], _COPY_BLOCK
         copy_shard = BoundKernel(shard_kernel, programs, shard, {})
         num_workers = min(config.programs - copy_plan.programs, config.tiles(sizes, w.shape[1]))
         programs, segments = (
             copy_plan.programs + max(num_workers, 1),
-            matmul.make_segments(space, sizes),
+            matmul.make_segments(workspace, sizes),
         )
         args = segments, w.shape[1], k, *w.stride(), *arguments, 1, 1, False, copy_plan
-        multiply = operands.bind(all_gather_matmul_kernel, programs, args)
+        multiply = operand_plan.bind(all_gather_matmul_kernel, programs, args)
 
         def run(
             x: torch.Tensor,
@@ -300,14 +302,14 @@ def prepare_with_copy_engines(
         ceil_div(tiles, device.MAX_FLAGS // len(sizes)),
     )
     chunks = ceil_div(tiles, chunk_tiles)
-    operands = config.operands(gathered, w, out_dtype, waits=True)
+    operand_plan = config.plan_operands(gathered, w, out_dtype, waits=True)
 
-    def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
+    def bind(workspace: DeviceWorkspace, signature: int) -> Callable[..., None]:
         num_workers = min(config.programs - _FREE_MULTIPROCESSORS, config.tiles(sizes, w.shape[1]))
-        args = matmul.make_segments(space, sizes), w.shape[1], k, *w.stride()
-        call = sync.launch_arguments(space, signature)
+        args = matmul.make_segments(workspace, sizes), w.shape[1], k, *w.stride()
+        call = sync.launch_arguments(workspace, signature)
         args = *args, *call, chunk_tiles, chunks, True, NO_COPIES
-        multiply = operands.bind(all_gather_matmul_kernel, num_workers, args)
+        multiply = operand_plan.bind(all_gather_matmul_kernel, num_workers, args)
 
         def run(gathered: torch.Tensor, w: torch.Tensor, *tensors: torch.Tensor | None) -> None:
             multiply(gathered, w, *tensors, gathered)

@@ -74,14 +74,14 @@ class MatmulConfig:
         """Return the number of tile rows to reduce per step, limited by the registers."""
         return max(1, min(self.block_m, 32 * _SUM_ELEMENTS * self.num_warps // self.block_n))
 
-    def operands(
+    def plan_operands(
         self,
         a: torch.Tensor,
         b: torch.Tensor,
         stored: torch.dtype,
         *,
         waits: bool = False,
-    ) -> Operands:
+    ) -> OperandPlan:
         """Return the operand plan for a [M, K] and b [K, N]: TMA descriptors if TMA can load them.
         The plan is valid for all tensors of the same shapes, strides and alignments.
 
@@ -91,21 +91,21 @@ class MatmulConfig:
             waits: whether a tile waits for its rows.
         """
         block_m, block_n, block_k = blocks = self.block_m, self.block_n, self.block_k
-        a_matrix = b_matrix = None
+        a_descriptor = b_descriptor = None
         b_tma, (k, n) = "no", b.shape
         if self.tma:
             (stride, a_k_stride), (b_k_stride, b_n_stride) = a.stride(), b.stride()
             if a_k_stride == 1 and len(a) > 0 and _aligned(a, stride):
-                a_matrix = (len(a), k), (stride, 1), [block_m, block_k]
+                a_descriptor = (len(a), k), (stride, 1), [block_m, block_k]
             if b_k_stride == 1 and _aligned(b, b_n_stride):
-                b_tma, b_matrix = "k", ((n, k), (b_n_stride, 1), [block_n, block_k])
+                b_tma, b_descriptor = "k", ((n, k), (b_n_stride, 1), [block_n, block_k])
             elif b_n_stride == 1 and _aligned(b, b_k_stride):
-                b_tma, b_matrix = "n", ((k, n), (b_k_stride, 1), [block_k, block_n])
-        a_tma = a_matrix is not None
+                b_tma, b_descriptor = "n", ((k, n), (b_k_stride, 1), [block_k, block_n])
+        a_tma = a_descriptor is not None
         store_tma = self.stores_by_tma(8 * a.element_size(), 8 * stored.itemsize, n)
-        specialized = not waits and self.specializes(a_tma and b_matrix is not None)
+        specialized = not waits and self.specializes(a_tma and b_descriptor is not None)
         tiling = Tiling(*blocks, self.group_m, self.sum_m, a_tma, b_tma, store_tma, specialized)
-        return Operands(a_matrix, b_matrix, tiling, self.launch(specialized))
+        return OperandPlan(a_descriptor, b_descriptor, tiling, self.launch(specialized))
 
     def specializes(self, all_tma: bool) -> bool:
         """Return whether the tile loop is warp-specialized. It would spill if threads load operands
@@ -146,14 +146,14 @@ def _aligned(x: torch.Tensor, stride: int) -> bool:
     return nbytes > 0 and nbytes % _TMA_ALIGNMENT == 0 and x.data_ptr() % _TMA_ALIGNMENT == 0
 
 
-Matrix = tuple[tuple[int, int], tuple[int, int], list[int]]  #: shape, strides, block shape
+DescriptorArgs = tuple[tuple[int, int], tuple[int, int], list[int]]  #: shape, strides, block shape
 
 
-class Operands(NamedTuple):
-    """Operand plan of the tile loop."""
+class OperandPlan(NamedTuple):
+    """How the tile loop of a launch reads its operands, and its launch options."""
 
-    a: Matrix | None  # descriptor of a if TMA loads it
-    b: Matrix | None
+    a: DescriptorArgs | None  # descriptor of a if TMA loads it
+    b: DescriptorArgs | None
     tiling: Tiling  # compile-time argument
     launch: dict[str, int]  # launch options
 
@@ -197,8 +197,8 @@ class Descriptor(TensorDescriptor):
     """A TMA descriptor of the matrix at ``base`` with tiles of shape ``block``.
 
     It is created on the host. A kernel that creates descriptors spends 16 instructions on each,
-    including a fence, and its launch allocates memory for them. `MatmulConfig.operands` has already
-    performed the checks of `TensorDescriptor`."""
+    including a fence, and its launch allocates memory for them. `MatmulConfig.plan_operands` has
+    already performed the checks of `TensorDescriptor`."""
 
     def __init__(
         self, base: torch.Tensor, shape: tuple[int, int], strides: tuple[int, int], block: list[int]

@@ -36,7 +36,7 @@ TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfl
 
 class MatmulOperands(NamedTuple):
     """Operands of ``a @ b``: a [M, K] with contiguous rows, b [K, N] with any strides. An operand
-    that TMA loads is a descriptor (`MatmulConfig.operands`)."""
+    that TMA loads is a descriptor (`MatmulConfig.plan_operands`)."""
 
     a: tl.tensor | tl.tensor_descriptor
     b: tl.tensor | tl.tensor_descriptor
@@ -50,14 +50,14 @@ class MatmulOperands(NamedTuple):
 class RowSegments(NamedTuple):
     """Division of the M rows of a matmul into segments.
 
-    It is a launch argument, because ``number`` must be a compile-time constant. If a kernel built
-    the tuple and assigned it to a variable, Triton would turn the field into a runtime value."""
+    It is a launch argument, because ``num_segments`` must be a compile-time constant. If a kernel
+    built the tuple and assigned it to a variable, Triton would turn it into a runtime value."""
 
-    # [number + 1]: first row of each segment, then M. None if all segments have equal size.
+    # [num_segments + 1]: first row of each segment, then M. None if all segments have equal size.
     starts: torch.Tensor | None
     rows: int  # rows per segment, if all segments have equal size
     M: int
-    number: tl.constexpr
+    num_segments: tl.constexpr
 
 
 def table_sizes(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -68,9 +68,9 @@ def table_sizes(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return () if even else sizes
 
 
-def make_segments(space: DeviceWorkspace, sizes: tuple[int, ...]) -> RowSegments:
+def make_segments(workspace: DeviceWorkspace, sizes: tuple[int, ...]) -> RowSegments:
     """Create the launch argument for segments of ``sizes`` rows."""
-    starts = space.starts(sizes) if table_sizes(sizes) else None
+    starts = workspace.starts(sizes) if table_sizes(sizes) else None
     return RowSegments(starts, sizes[0], sum(sizes), tl.constexpr(len(sizes)))
 
 
@@ -95,14 +95,14 @@ def segment_rows(segments, owner):
 
 @triton.jit
 def tiles_before(segments, N, owner, tiling: tl.constexpr):
-    """Count the tiles of the segments before ``owner``. For ``owner == segments.number``, count all
-    tiles."""
+    """Count the tiles of the segments before ``owner``. For ``owner == segments.num_segments``,
+    count all tiles."""
     tiles_n = tl.cdiv(N, tiling.block_n)
     if segments.starts is None:
         return owner * (tl.cdiv(segments.rows, tiling.block_m) * tiles_n)
     else:
         count = 0
-        for r in tl.static_range(segments.number):
+        for r in tl.static_range(segments.num_segments):
             begin, end = segment_rows(segments, r)
             count += tl.where(r < owner, tl.cdiv(end - begin, tiling.block_m) * tiles_n, 0)
         return count
@@ -111,7 +111,7 @@ def tiles_before(segments, N, owner, tiling: tl.constexpr):
 @triton.jit
 def find_owner(segments, N, tile, tiling: tl.constexpr):
     """Return the segment that contains a tile."""
-    if segments.number == 1:
+    if segments.num_segments == 1:
         return 0
     elif segments.starts is None:
         return tile // tiles_before(segments, N, 1, tiling)
@@ -119,7 +119,7 @@ def find_owner(segments, N, tile, tiling: tl.constexpr):
         tiles_n = tl.cdiv(N, tiling.block_n)
         owner = 0
         count = 0
-        for r in tl.static_range(segments.number):
+        for r in tl.static_range(segments.num_segments):
             begin, end = segment_rows(segments, r)
             count += tl.cdiv(end - begin, tiling.block_m) * tiles_n
             owner += tl.where(tile >= count, 1, 0)
@@ -166,7 +166,7 @@ def matmul_tiles(
     BLOCK_M: tl.constexpr = tiling.block_m
     BLOCK_N: tl.constexpr = tiling.block_n
     BLOCK_K: tl.constexpr = tiling.block_k
-    total = tiles_before(segments, N, segments.number, tiling)
+    total = tiles_before(segments, N, segments.num_segments, tiling)
     count = tl.cdiv(tl.maximum(total - worker, 0), num_workers)
     first = tiles_before(segments, N, first_segment, tiling)
     skipped = tl.cdiv(tl.maximum(first - worker, 0), num_workers)
@@ -325,6 +325,6 @@ def bind_matmul(
     a, (m, k), n = contiguous_rows(a), a.shape, b.shape[1]
     if m == 0:
         return lambda *_: None
-    operands = config.operands(a, b, out_dtype)
+    operand_plan = config.plan_operands(a, b, out_dtype)
     programs = min(config.tiles([m], n), config.programs)
-    return operands.bind(matmul_kernel, programs, (m, n, k, a.stride(0), *b.stride(), None))
+    return operand_plan.bind(matmul_kernel, programs, (m, n, k, a.stride(0), *b.stride(), None))

@@ -45,8 +45,8 @@ class _Results(NamedTuple):
 def _push_to_all(slots, acc, tile):
     """Epilogue of one-shot: push a tile to all ranks."""
     peers = slots.peers
-    for i in range(peers.space.world):
-        scatter.push(slots, acc, tile, (peers.rank + 1 + i) % peers.space.world)
+    for i in range(peers.workspace.world):
+        scatter.push(slots, acc, tile, (peers.rank + 1 + i) % peers.workspace.world)
 
 
 @triton.jit
@@ -66,8 +66,8 @@ def _results_pointer(results, rank):
 def _publish_result(results, result, out_offsets, inside, tile, last):
     """Push results to all peers: the `on_stored` hook of two-shot."""
     peers = results.peers
-    for i in range(1, peers.space.world):
-        dst = (peers.rank + i) % peers.space.world
+    for i in range(1, peers.workspace.world):
+        dst = (peers.rank + i) % peers.workspace.world
         tl.store(_results_pointer(results, dst) + out_offsets, result, mask=inside & peers.usable)
     if last:
         sync.publish_to_all(peers, results.first_signal + tile)
@@ -80,8 +80,8 @@ def _copy_results(results, segments, N, worker, num_workers, tiling: tl.constexp
     BLOCK_N: tl.constexpr = tiling.block_n
     SUM_M: tl.constexpr = tiling.sum_m
     peers, out = results.peers, results.out
-    for i in range(1, segments.number):
-        owner = (peers.rank + i) % peers.space.world
+    for i in range(1, segments.num_segments):
+        owner = (peers.rank + i) % peers.workspace.world
         begin, end = matmul.segment_rows(segments, owner)
         preceding = matmul.tiles_before(segments, N, owner, tiling)
         count = tl.cdiv(end - begin, BLOCK_M) * tl.cdiv(N, BLOCK_N)
@@ -112,7 +112,7 @@ def matmul_all_reduce_kernel(
     begin, _ = matmul.segment_rows(segments, local_segment)
     matmul.matmul_tiles(
         matmul.MatmulOperands(a, b, N, K, stride_am, stride_bk, stride_bn), segments,
-        (local_segment + 1) % segments.number, worker, num_workers, None, None,
+        (local_segment + 1) % segments.num_segments, worker, num_workers, None, None,
         _push_to_all if ONE_SHOT else scatter.push_tile,
         scatter.Slots(peers, N, slot_bytes, WIRE, tiling.store_tma), tiling,
         _publish_to_all if ONE_SHOT else scatter.publish_tile,
@@ -149,16 +149,24 @@ def prepare(
     sizes = (m,) if small else _tile_aligned_sizes(m, world, config.block_m)
     one_shot = len(sizes) == 1
     slot, first_result = scatter.slot_bytes(max(sizes), n, wire), 1 + config.tiles([max(sizes)], n)
-    operands = config.operands(x, w, wire)
+    operand_plan = config.plan_operands(x, w, wire)
     strides = x.stride(0), *w.stride()
 
-    def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
+    def bind(workspace: DeviceWorkspace, signature: int) -> Callable[..., None]:
         programs = min(config.tiles(sizes, n), config.programs)
-        args = matmul.make_segments(space, sizes), n, k, *strides, slot, world * slot, first_result
-        call = sync.launch_arguments(space, signature)
+        args = (
+            matmul.make_segments(workspace, sizes),
+            n,
+            k,
+            *strides,
+            slot,
+            world * slot,
+            first_result,
+        )
+        call = sync.launch_arguments(workspace, signature)
         args = *args, *call, one_shot, matmul.TRITON_DTYPES[wire]
-        scratch = None if one_shot else space.scratch
-        return operands.bind(matmul_all_reduce_kernel, programs, args, scratch)
+        scratch = None if one_shot else workspace.scratch
+        return operand_plan.bind(matmul_all_reduce_kernel, programs, args, scratch)
 
     result_bytes = 0 if one_shot else m * n * out_dtype.itemsize
     return PreparedCall(

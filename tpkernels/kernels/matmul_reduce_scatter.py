@@ -8,7 +8,7 @@ owner. Then each program reduces its tiles of the local rows over the slots: in 
 with bias, residual and one rounding.
 
 TMA stores a tile from shared memory if a full tile fits there in addition to the operands
-(`MatmulConfig.operands`). The tile leaves in slices of 64 columns while the next tile is
+(`MatmulConfig.plan_operands`). The tile leaves in slices of 64 columns while the next tile is
 multiplied. Otherwise threads store the tile.
 
 Sync: signal TILES + tile from rank s means that slot s holds that tile. The sender stores the
@@ -197,14 +197,14 @@ def prepare(
     arguments are (x, w, bias, residual, out). Partials are sent in dtype ``wire``."""
     x, k, n = contiguous_rows(x), *w.shape
     slot = slot_bytes(max(sizes), n, wire)
-    operands = config.operands(x, w, wire)
+    operand_plan = config.plan_operands(x, w, wire)
     strides = x.stride(0), *w.stride()
 
-    def bind(space: DeviceWorkspace, signature: int) -> Callable[..., None]:
+    def bind(workspace: DeviceWorkspace, signature: int) -> Callable[..., None]:
         programs = min(config.tiles(sizes, n), config.programs)
-        call, dtype = sync.launch_arguments(space, signature), matmul.TRITON_DTYPES[wire]
-        args = matmul.make_segments(space, sizes), n, k, *strides, slot, *call, dtype
-        return operands.bind(matmul_reduce_scatter_kernel, programs, args, space.scratch)
+        call, dtype = sync.launch_arguments(workspace, signature), matmul.TRITON_DTYPES[wire]
+        args = matmul.make_segments(workspace, sizes), n, k, *strides, slot, *call, dtype
+        return operand_plan.bind(matmul_reduce_scatter_kernel, programs, args, workspace.scratch)
 
     tiles = config.tiles([max(sizes)], n)
     return PreparedCall(1 + tiles, len(sizes) * slot, matmul.table_sizes(sizes), bind)

@@ -106,26 +106,33 @@ class Workspace(NamedTuple):
 SCALARS = ["rank", "signature", "timeout_ns", "seed"]
 
 
-def launch_arguments(space: DeviceWorkspace, signature: int) -> tuple[Any, ...]:
+def launch_arguments(workspace: DeviceWorkspace, signature: int) -> tuple[Any, ...]:
     """Return the launch arguments `workspace` and SCALARS that every communicating kernel needs."""
-    if space.argument is None:
-        space.argument = Workspace(
-            space.regions,
-            space.state,
-            space.control,
-            space.signals,
-            space.buffers_offset,
-            space.buffer_stride,
-            tl.constexpr(space.world),
-            tl.constexpr(space.chaos),
+    if workspace.argument is None:
+        workspace.argument = Workspace(
+            workspace.regions,
+            workspace.state,
+            workspace.control,
+            workspace.signals,
+            workspace.buffers_offset,
+            workspace.buffer_stride,
+            tl.constexpr(workspace.world),
+            tl.constexpr(workspace.chaos),
         )
-    return space.argument, space.rank, to_int32(signature), space.timeout_ns, space.seed
+    return (
+        workspace.argument,
+        workspace.rank,
+        to_int32(signature),
+        workspace.timeout_ns,
+        workspace.seed,
+    )
 
 
 class Peers(NamedTuple):
-    """The state of one call inside a kernel. Created by ``join``."""
+    """The handle of one call inside a kernel, through which it signals its peers. Created by
+    ``join``."""
 
-    space: Workspace
+    workspace: Workspace
     rank: tl.tensor
     signal_value: tl.tensor  # value of all signals of this call
     parity: tl.tensor
@@ -137,10 +144,10 @@ class Peers(NamedTuple):
 @triton.jit
 def delay(peers, salt):
     """Pause, for tests. `chaos` is 2 * the maximum delay in ns, + 1 if waits return immediately."""
-    if peers.space.chaos > 1:
+    if peers.workspace.chaos > 1:
         mixed = (peers.signal_value + peers.seed) * 0x9E3779B1 + tl.program_id(0) * 0x5EBCA6B
         mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D + salt * 0x297A2D3
-        pause_for(((mixed >> 11) & 0x7FFFFFFF) % (peers.space.chaos >> 1))
+        pause_for(((mixed >> 11) & 0x7FFFFFFF) % (peers.workspace.chaos >> 1))
 
 
 @triton.jit
@@ -193,12 +200,12 @@ def finish(peers):
     if tl.program_id(0) == 0:
         wait_for_all(peers, ENTERED)
     tl.debug_barrier()  # all threads have stored results before one thread counts
-    ended = tl.atomic_add(peers.space.state + STATE_ENDED, 1, sem="acq_rel", scope="gpu")
-    broken = failed(peers.space.state)
+    ended = tl.atomic_add(peers.workspace.state + STATE_ENDED, 1, sem="acq_rel", scope="gpu")
+    broken = failed(peers.workspace.state)
     last = ended == tl.num_programs(0) - 1
     if last:
-        tl.store(peers.space.state + STATE_ENDED, 0)
-        tl.store(peers.space.state + STATE_EPOCH, peers.signal_value & 0xFFFFFFFF)
+        tl.store(peers.workspace.state + STATE_ENDED, 0)
+        tl.store(peers.workspace.state + STATE_EPOCH, peers.signal_value & 0xFFFFFFFF)
         if (peers.signal_value & 0xFFFFFFFF) >= LAST_EPOCH - 1:
             _clear_signals(peers)
     return last & broken
@@ -207,7 +214,9 @@ def finish(peers):
 @triton.jit
 def _clear_signals(peers):
     """Clear the signals before epochs repeat, as `advance` in csrc/cuda/sync.cuh does."""
-    _fill(signal_pointer(peers, peers.rank, 0, 0), peers.space.signals * peers.space.world, 0)
+    _fill(
+        signal_pointer(peers, peers.rank, 0, 0), peers.workspace.signals * peers.workspace.world, 0
+    )
 
 
 @triton.jit
@@ -228,21 +237,21 @@ def _fill(out, count, value):
 @triton.jit
 def signal_offset(peers, source, index):
     """Return the offset, in signals, of signal ``index`` from ``source`` within a region."""
-    return (peers.parity * peers.space.world + source) * peers.space.signals + index
+    return (peers.parity * peers.workspace.world + source) * peers.workspace.signals + index
 
 
 @triton.jit
 def signal_pointer(peers, rank, source, index):
     """Return a pointer to signal ``index`` from ``source`` in the region of ``rank``."""
-    region = tl.load(peers.space.regions + rank).to(tl.pointer_type(tl.int64))
+    region = tl.load(peers.workspace.regions + rank).to(tl.pointer_type(tl.int64))
     return region + signal_offset(peers, source, index)
 
 
 @triton.jit
 def buffer_address(peers, rank):
     """Return the buffer address of ``rank`` in this call."""
-    region = tl.load(peers.space.regions + rank)
-    return region + peers.space.buffers_offset + peers.parity * peers.space.buffer_stride
+    region = tl.load(peers.workspace.regions + rank)
+    return region + peers.workspace.buffers_offset + peers.parity * peers.workspace.buffer_stride
 
 
 @triton.jit
@@ -255,10 +264,10 @@ def publish(peers, dst, index):
 def publish_to_all(peers, index):
     """Signal all ranks, including this rank: one barrier, then concurrent releases."""
     delay(peers, index)
-    healthy = not failed(peers.space.state)
+    healthy = not failed(peers.workspace.state)
     offset = tl.cast(signal_offset(peers, peers.rank, index), tl.int64) * 8
     store_release_to_all(
-        peers.space.regions, peers.space.world, offset, peers.signal_value, healthy
+        peers.workspace.regions, peers.workspace.world, offset, peers.signal_value, healthy
     )
 
 
@@ -268,7 +277,7 @@ def publish_from(peers, dst, source, index):
     stored, because the data is invalid."""
     delay(peers, index)
     signal = signal_pointer(peers, dst, source, index)
-    store_release(signal, peers.signal_value, not failed(peers.space.state))
+    store_release(signal, peers.signal_value, not failed(peers.workspace.state))
 
 
 @triton.jit
@@ -284,7 +293,7 @@ def await_value(peers, source, signal, value, salt):
     """Wait until the word at pointer ``signal`` equals ``value``, or a wait has failed. ``source``
     is the rank to report. Acquire."""
     delay(peers, salt)
-    if peers.space.chaos & 1 == 0:
+    if peers.workspace.chaos & 1 == 0:
         seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
         if seen != value:
             _poll(peers, source, signal, value)
@@ -294,10 +303,10 @@ def await_value(peers, source, signal, value, salt):
 def wait_for_all(peers, index):
     """Wait for signal ``index`` from all ranks, including this rank. Returns after one parallel
     load if all signals have arrived. Acquire."""
-    world = peers.space.world
+    world = peers.workspace.world
     source = tl.arange(0, THREADS)
     signals = signal_pointer(peers, peers.rank, source, index)
-    if any_missing(signals, source < world, peers.signal_value) | (peers.space.chaos != 0):
+    if any_missing(signals, source < world, peers.signal_value) | (peers.workspace.chaos != 0):
         for rank in range(world):
             wait_for(peers, rank, index)
 
@@ -309,7 +318,7 @@ def wait_for_range(peers, source, first, last):
     for begin in range(first, last, THREADS):
         index, end = begin + tl.arange(0, THREADS), tl.minimum(begin + THREADS, last)
         awaited = signal_pointer(peers, peers.rank, source, index)
-        if any_missing(awaited, index < end, peers.signal_value) | (peers.space.chaos != 0):
+        if any_missing(awaited, index < end, peers.signal_value) | (peers.workspace.chaos != 0):
             for i in range(begin, end):
                 wait_for(peers, source, i)
 
@@ -329,21 +338,21 @@ def _now(state):
 def _read_abort(peers, now):
     """Return the cached value of ABORT: 1 + the lost rank, or 0. The first program that calls this
     after CHECK_INTERVAL_NS reads host memory and updates the cache."""
-    state = peers.space.state
+    state = peers.workspace.state
     last_check = tl.atomic_add(state + STATE_LAST_CHECK, 0, sem="relaxed", scope="gpu")
     if now - last_check > CHECK_INTERVAL_NS:  # noqa: SIM102 - an atomic that is to be rare
         if (
             tl.atomic_cas(state + STATE_LAST_CHECK, last_check, now, sem="relaxed", scope="gpu")
             == last_check
         ):
-            abort = load_in_one_thread(peers.space.control + ABORT)
+            abort = load_in_one_thread(peers.workspace.control + ABORT)
             tl.atomic_max(state + STATE_LOST, abort, sem="relaxed", scope="gpu")
     return tl.atomic_add(state + STATE_LOST, 0, sem="relaxed", scope="gpu")
 
 
 @triton.jit
 def _poll(peers, source, awaited, value):
-    state, signal_value = peers.space.state, peers.signal_value
+    state, signal_value = peers.workspace.state, peers.signal_value
     entered = signal_pointer(peers, peers.rank, source, ENTERED)
     begin = _now(state)
     status = tl.atomic_add(state + STATE_STATUS, 0, sem="relaxed", scope="gpu")
@@ -366,10 +375,10 @@ def _poll(peers, source, awaited, value):
 @triton.jit
 def _fail(peers, kind: tl.constexpr, source, seen):
     """Record the failure, if it is the first of the grid."""
-    state = peers.space.state
+    state = peers.workspace.state
     zero, status = tl.full((), 0, tl.int64), tl.full((), kind, tl.int64)
     if tl.atomic_cas(state + STATE_STATUS, zero, status, sem="acq_rel", scope="gpu") == 0:
         tl.store(state + STATE_PEER, tl.cast(source, tl.int64))
         tl.store(state + STATE_EXPECTED, peers.signal_value)
         tl.store(state + STATE_SEEN, seen)
-        store_release(peers.space.control + FAILED, zero + 1, tl.full((), True, tl.int1))
+        store_release(peers.workspace.control + FAILED, zero + 1, tl.full((), True, tl.int1))

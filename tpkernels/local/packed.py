@@ -31,8 +31,8 @@ from tpkernels.torch_private import onednn_supports
 
 _GROUP_BYTES = 4
 _SCALE_GROUPS = (128, 64, 32, 16, 8, 4)  # elements of K; the first that divides K is used
-_LARGEST = 127.0
-_COLUMNS_AT_A_TIME = 16 * _C.calls.PANEL_COLUMNS  # columns converted per iteration
+_MAX_INT8 = 127.0
+_COLUMNS_PER_STEP = 16 * _C.calls.PANEL_COLUMNS  # columns converted per iteration
 
 
 @functools.cache
@@ -146,9 +146,9 @@ def _pack_int8(w: torch.Tensor, group: int) -> torch.Tensor:
     for columns, scales, elements in _int8_views(packed):
         groups = w[:, columns].float().reshape(elements.shape)
         largest = groups.abs().amax((1, 2))
-        scales.copy_(largest / _LARGEST)
+        scales.copy_(largest / _MAX_INT8)
         # True division: torch computes number / tensor as number * (1 / tensor).
-        factors = (torch.full_like(largest, _LARGEST) / largest).where(
+        factors = (torch.full_like(largest, _MAX_INT8) / largest).where(
             largest > torch.finfo(torch.float32).tiny, 0
         )
         elements.copy_((groups * factors[:, None, None]).round())
@@ -179,7 +179,7 @@ def _int8_views(packed: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, tor
     n, groups, size = packed.shape
     rows = size // _GROUP_BYTES  # rows of a group in a panel: scales first, then elements
     last = n - n % _C.calls.PANEL_COLUMNS
-    for begin, end in [*itertools.pairwise([*range(0, last, _COLUMNS_AT_A_TIME), last]), (last, n)]:
+    for begin, end in [*itertools.pairwise([*range(0, last, _COLUMNS_PER_STEP), last]), (last, n)]:
         if begin == end:
             continue
         columns = min(_C.calls.PANEL_COLUMNS, end - begin)

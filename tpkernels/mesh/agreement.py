@@ -46,7 +46,7 @@ _MAX_CACHED = 1024  # matmuls per mesh
 
 
 class Agreement:
-    """Matmuls and machine that the ranks of a mesh have agreed on.
+    """Matmuls and profile that the ranks of a mesh have agreed on.
 
     Holds no reference to the mesh: the mesh may keep the process group alive, and the group stores
     the agreement.
@@ -59,7 +59,7 @@ class Agreement:
         self.names, self.device, self._shape = names, mesh.device_type, tuple(mesh.shape)
         self.mesh_description = f"the {mesh.device_type} mesh {mesh.mesh.tolist()}"
         self.executors: dict[Hashable, Any] = {}  #: cache, evicted in insertion order
-        self.machine: Profile | None = None
+        self.profile: Profile | None = None
 
     @classmethod
     def for_mesh(cls, mesh: DeviceMesh) -> Agreement:
@@ -80,15 +80,15 @@ class Agreement:
         if len(self.executors) > _MAX_CACHED:
             del self.executors[next(iter(self.executors))]
 
-    def compare(self, matmul: str, machine: Profile) -> None:
-        """Compare a new matmul over the ranks of the mesh, and agree on a machine. Collective.
+    def compare(self, matmul: str, profile: Profile) -> None:
+        """Compare a new matmul over the ranks of the mesh, and agree on a profile. Collective.
 
         Raises:
             CollectiveMismatchError: the ranks run different matmuls. All ranks raise it. No data
                 was sent, and the groups remain usable.
             PeerLostError, CollectiveTimeoutError, GroupBrokenError.
         """
-        rates, ranks_by_matmul = profile_to_json(machine), {matmul: [dist.get_rank()]}
+        rates, ranks_by_matmul = profile_to_json(profile), {matmul: [dist.get_rank()]}
         with self.break_on_error(matmul):
             for group in [group.ready(self.device) for group in self._groups()]:
                 message = [rates, ranks_by_matmul]
@@ -97,7 +97,7 @@ class Agreement:
                 for _, peer_matmuls in messages:
                     for description, ranks in peer_matmuls.items():
                         ranks_by_matmul.setdefault(description, []).extend(ranks)
-            self.machine = profile_from_json(rates)
+            self.profile = profile_from_json(rates)
         if len(ranks_by_matmul) > 1:
             calls = sorted(
                 (sorted(ranks), description) for description, ranks in ranks_by_matmul.items()
@@ -135,10 +135,11 @@ class Agreement:
             raise
 
 
-def get_machine(mesh: DeviceMesh) -> Profile:
-    """Return the machine that the ranks of a mesh have agreed on. Local.
+def get_profile(mesh: DeviceMesh) -> Profile:
+    """Return the profile that the ranks of a mesh have agreed on. Local.
 
-    Before the first handshake, and on ranks outside the mesh, return the local machine.
+    Before the first handshake, and on ranks outside the mesh, return the profile of the local
+    machine.
     """
-    agreed = None if mesh.get_coordinate() is None else Agreement.for_mesh(mesh).machine
+    agreed = None if mesh.get_coordinate() is None else Agreement.for_mesh(mesh).profile
     return agreed or load_local_profile(mesh.device_type, mesh.size())[1]

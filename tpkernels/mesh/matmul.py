@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from tpkernels import ops
 from tpkernels.common import dtypes
 from tpkernels.common.shards import chunk_sizes
-from tpkernels.mesh.agreement import Agreement, get_machine
+from tpkernels.mesh.agreement import Agreement, get_profile
 from tpkernels.mesh.layout import Placements, check_placements, format_placements, local_shape
 from tpkernels.mesh.planner import MatmulPlan, MatmulProblem, Step, choose, sort_plans
 from tpkernels.ops import validation
@@ -92,7 +92,7 @@ def plans(
     """
     _check_operands(x, w)
     problem = _make_problem(get_dtensor_spec(x), get_dtensor_spec(w), out_placements, wire_dtype)
-    return tuple(plan for plan, _ in sort_plans(problem, get_machine(x.device_mesh)))
+    return tuple(plan for plan, _ in sort_plans(problem, get_profile(x.device_mesh)))
 
 
 def explain(
@@ -110,13 +110,13 @@ def explain(
     """
     _check_operands(x, w)
     problem = _make_problem(get_dtensor_spec(x), get_dtensor_spec(w), out_placements, wire_dtype)
-    machine = get_machine(x.device_mesh)
+    profile = get_profile(x.device_mesh)
     table = [("strategy", "result", "ms", "bytes", "flops", "steps")]
-    for plan, costs in sort_plans(problem, machine):
-        numbers = (f"{1e3 * costs.seconds:.3g}", str(plan.nbytes), str(plan.flops))
+    for plan, estimate in sort_plans(problem, profile):
+        numbers = (f"{1e3 * estimate.seconds:.3g}", str(plan.nbytes), str(plan.flops))
         table.append((plan.strategy, format_placements(plan.out), *numbers, str(plan)))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [f"{problem}, {machine.title}"]
+    lines = [f"{problem}, {profile.title}"]
     for row in table:
         cells = [f"{cell:{'<' if i < 2 else '>'}{widths[i]}}" for i, cell in enumerate(row[:5])]
         lines.append("  ".join([*cells, row[5]]))
@@ -207,8 +207,8 @@ class MatmulCall:
         """Describe the matmul, for errors and for the comparison between ranks."""
         out = "any" if self.problem.out is None else format_placements(self.problem.out)
         return (
-            f"sharded_matmul({self.problem.operands} -> {out}, {dtypes.name(self.dtype)}, partials "
-            f"in {dtypes.name(self.wire_dtype)}, strategy '{self.strategy}', algorithm "
+            f"sharded_matmul({self.problem.operands_text} -> {out}, {dtypes.name(self.dtype)}, "
+            f"partials in {dtypes.name(self.wire_dtype)}, strategy '{self.strategy}', algorithm "
             f"'{self.algorithm}', on {mesh})"
         )
 
@@ -251,10 +251,10 @@ def _run(call: MatmulCall, x: DTensor, w: DTensor, mesh: DeviceMesh) -> DTensor:
         call.describe(agreement.mesh_description) if executor is None else executor.description
     )
     if executor is None:
-        agreement.compare(description, get_machine(mesh))
+        agreement.compare(description, get_profile(mesh))
     with agreement.break_on_error(description):
         if executor is None:
-            plan = choose(call.problem, call.strategy, agreement.machine)
+            plan = choose(call.problem, call.strategy, agreement.profile)
             executor = MatmulExecutor(
                 call, plan, agreement, mesh.get_coordinate() or (), description
             )

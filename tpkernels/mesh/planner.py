@@ -73,13 +73,13 @@ class MatmulProblem:
     partial_itemsize: int | None = None  #: for a Partial result; None: ``itemsize``
 
     @property
-    def operands(self) -> str:
+    def operands_text(self) -> str:
         """Return the operands as text, such as ``[8, 16] S0 @ [16, 4] R``."""
         x, w = format_placements(self.x), format_placements(self.w)
         return f"[{self.m}, {self.k}] {x} @ [{self.k}, {self.n}] {w}"
 
     def __str__(self) -> str:
-        return f"{self.operands} on a mesh of {' x '.join(map(str, self.mesh_shape))}"
+        return f"{self.operands_text} on a mesh of {' x '.join(map(str, self.mesh_shape))}"
 
     def get_itemsize(self, operand: str, placements: Placements) -> int:
         """Return the bytes per communicated element of "x", "w" or "out"."""
@@ -366,14 +366,14 @@ class Estimate:
     """Predicted cost of a plan on the rank with the largest shards."""
 
     seconds: float
-    product: float  #: seconds of the local matmul, without communication
+    matmul: float  #: seconds of the local matmul, without communication
     communication: float  #: seconds of all collectives, without overlap
     memory: int  #: peak bytes of operands, temporaries and results
 
     @property
     def exposed(self) -> float:
         """Return the communication time that the matmul does not hide, in seconds."""
-        return self.seconds - self.product
+        return self.seconds - self.matmul
 
     def fits(self, profile: Profile) -> bool:
         """Return whether the plan fits into the device memory. True if its size is unknown."""
@@ -381,7 +381,7 @@ class Estimate:
 
 
 def estimate(plan: MatmulPlan, problem: MatmulProblem, profile: Profile) -> Estimate:
-    """Estimate the cost of a plan on a machine."""
+    """Estimate the cost of a plan with the rates of a profile."""
     mesh = problem.mesh_shape
     (m, k), n = problem.max_shard_shape("x", plan.x), problem.max_shard_shape("w", plan.w)[1]
     matmul_time = matmul_seconds(profile, m, k, n, problem.itemsize)
@@ -397,7 +397,7 @@ def estimate(plan: MatmulPlan, problem: MatmulProblem, profile: Profile) -> Esti
         total += fused_time - matmul_time
     return Estimate(
         seconds=total,
-        product=matmul_time,
+        matmul=matmul_time,
         communication=sum(seconds.values()),
         memory=_peak_memory(plan, problem),
     )

@@ -122,7 +122,7 @@ class ParallelLinear(PackableModule):
 
     def extra_repr(self) -> str:
         features: list[Any] = [self.out_features, self.in_features]
-        features[self._split_dim] = list(self.splits["weight"].sizes)
+        features[self._split_dim] = list(self.shardings["weight"].sizes)
         return (
             f"in_features={features[1]}, out_features={features[0]}, bias={self.bias is not None}, "
             f"sequence_parallel={self.sequence_parallel}, rank={self.rank}"
@@ -172,7 +172,7 @@ class ColumnParallelLinear(ParallelLinear):
     ) -> None:
         super().__init__(in_features, out_features, group, out_sizes, bias=bias, **options)
         self.gather_output, self.stand_in = gather_output, stand_in
-        self.out_sizes = self.splits["weight"].sizes  #: output features of each rank
+        self.out_sizes = self.shardings["weight"].sizes  #: output features of each rank
 
     def forward(self, x: torch.Tensor, *, shard_sizes: Sequence[int] | None = None) -> torch.Tensor:
         """Apply the layer.
@@ -314,7 +314,7 @@ class RowParallelLinear(ParallelLinear):
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__(in_features, out_features, group, in_sizes, bias=bias, **options)
-        self.in_sizes = self.splits["weight"].sizes  #: input features of each rank
+        self.in_sizes = self.shardings["weight"].sizes  #: input features of each rank
 
     def forward(
         self,
@@ -408,7 +408,7 @@ class _SharedInputLinears(nn.Module):
         for (name, linear), layer in zip(linears.items(), merged.layers, strict=True):
             if cast("torch.Tensor | None", linear.bias) is None:
                 layer.bias = None
-                layer.splits.pop("bias", None)
+                layer.shardings.pop("bias", None)
             try:
                 layer.adopt(linear)
             except ValueError as error:

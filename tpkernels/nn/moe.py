@@ -20,7 +20,7 @@ from tpkernels.ops.all_reduce import all_reduce
 from tpkernels.ops.experts import permute_tokens, reduce_by_token, sort_assignments
 from tpkernels.ops.grouped_matmul import grouped_matmul
 from tpkernels.ops.moe_combine import moe_combine
-from tpkernels.ops.moe_dispatch import Handle, gather_routes, moe_dispatch
+from tpkernels.ops.moe_dispatch import Handle, gather_topk_ids, moe_dispatch
 from tpkernels.ops.reduce_scatter import reduce_scatter
 from tpkernels.ops.validation import group_operands, topk
 from tpkernels.torch_private import direct_parameters, make_probe
@@ -164,7 +164,7 @@ class MoE(PackableModule):
                 pairs = [2 * width for width in widths]
                 sizes = pairs if interleaved else Sharding.packed(dim, [widths, widths])
             self.add_parameter(name, shape, Sharding.of(dim, shape[dim], self.group, name, sizes))
-        self.empty = self.splits[PROJECTIONS[1]].size == 0  #: no local experts or width
+        self.empty = self.shardings[PROJECTIONS[1]].size == 0  #: no local experts or width
         self.reset_parameters()
 
     @classmethod
@@ -192,7 +192,7 @@ class MoE(PackableModule):
             nn.init.uniform_(full, -(inputs**-0.5), inputs**-0.5)
 
         with self._unpacked():
-            for name in self.splits:
+            for name in self.shardings:
                 self.fill(name, partial(draw, self.unsharded_k(name.removesuffix("_bias"))))
 
     def forward(
@@ -242,15 +242,17 @@ class MoE(PackableModule):
         """Multiply all tokens by the local width of their experts, and reduce over the ranks."""
         group = self.group
         if is_sequence_parallel:
-            ids = gather_routes(x, ids, weights, group_name(group), sizes)
+            ids = gather_topk_ids(x, ids, weights, group_name(group), sizes)
             weights = all_gather(weights, group, shard_sizes=sizes)
         elif torch.is_grad_enabled():
             x, weights = copy_to_ranks(x, group), copy_to_ranks(weights, group)
-        routing = sort_assignments(ids, weights, self.num_experts)
+        assignments = sort_assignments(ids, weights, self.num_experts)
         if is_sequence_parallel:
             x = all_gather(x, group, shard_sizes=sizes)
-        rows = permute_tokens(x, routing)
-        y = reduce_by_token(self._run_experts(rows, expert_weights, routing.counts), routing)
+        rows = permute_tokens(x, assignments)
+        y = reduce_by_token(
+            self._run_experts(rows, expert_weights, assignments.counts), assignments
+        )
         return (
             reduce_scatter(y, group, shard_sizes=sizes)
             if is_sequence_parallel
@@ -292,7 +294,7 @@ class MoE(PackableModule):
         topk(ids, weights, x)
         if torch.is_grad_enabled():
             x = copy_to_ranks(x, self.group)
-        local_experts = self.splits[PROJECTIONS[0]]
+        local_experts = self.shardings[PROJECTIONS[0]]
         static = x.is_cuda and self.num_experts >= self.world and not torch.is_grad_enabled()
         permutation, counts = torch.ops.tpkernels._routes_of_experts.default(
             ids, self.num_experts, local_experts.offset, local_experts.size, static
@@ -336,7 +338,7 @@ class MoE(PackableModule):
         parameters = direct_parameters(self)
         gate_up_bias, down_bias = (parameters[name] for name in _BIASES)
         if not self.expert_parallel:
-            sharding = self.splits[_BIASES[1]]
+            sharding = self.shardings[_BIASES[1]]
             columns_after = self.hidden_size - sharding.offset - sharding.size
             down_bias = F.pad(down_bias, (sharding.offset, columns_after))
             gate_up_bias = F.pad(gate_up_bias, (0, 2)) if self.empty else gate_up_bias

@@ -132,7 +132,7 @@ class PackableModule(ShardedModule):
 
     def _can_pack(self, name: str, full_name: str, dtype: torch.dtype | None) -> bool:
         """Return whether K of a weight allows packing it in ``dtype``, or raise ValueError."""
-        sharding = self.splits[name]
+        sharding = self.shardings[name]
         sizes = sharding.sizes if sharding.dim == self._k_dim else ()
         return dtype != torch.int8 or scale_group(self.unsharded_k(name), full_name, sizes) > 1
 

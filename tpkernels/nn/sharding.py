@@ -377,7 +377,7 @@ class ShardedModule(nn.Module):
         self.group = groups.group_name(group)
         self.rank, self.world = rank_and_world(self.group)
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
-        self.splits: dict[str, Sharding] = {}  #: by name of the sharded parameter
+        self.shardings: dict[str, Sharding] = {}  #: by name of the sharded parameter
         self._factory: Mapping[str, Any] = {"device": device, "dtype": dtype}
 
     def add_parameter(self, name: str, shape: Sequence[int], sharding: Sharding | None) -> None:
@@ -387,7 +387,7 @@ class ShardedModule(nn.Module):
         """
         if sharding is not None:
             shape = sharding.local_shape(shape)
-            self.splits[name] = sharding
+            self.shardings[name] = sharding
         self.register_parameter(name, nn.Parameter(torch.empty(*shape, **self._factory)))
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -405,7 +405,7 @@ class ShardedModule(nn.Module):
 
     def _mark_shards(self) -> None:
         """Mark the parameters that are shards for the torch tools, see torch_tools.py."""
-        for name, sharding in self.splits.items():
+        for name, sharding in self.shardings.items():
             parameter = direct_parameters(self).get(name)
             if parameter is not None:
                 to_state = partial(ShardTensor, sharding=sharding, group=self.group)
@@ -449,7 +449,7 @@ class ShardedModule(nn.Module):
 
     def get_shard(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """Return the local shard of an unsharded parameter or of its gradient."""
-        return self.splits[name].shard(full) if name in self.splits else full
+        return self.shardings[name].shard(full) if name in self.shardings else full
 
     def adopt(
         self,
@@ -494,13 +494,13 @@ class ShardedModule(nn.Module):
     def full_shape(self, name: str) -> tuple[int, ...]:
         """Return the unsharded shape of a parameter."""
         shape = tuple(self.get_parameter(name).shape)
-        return self.splits[name].full_shape(shape) if name in self.splits else shape
+        return self.shardings[name].full_shape(shape) if name in self.shardings else shape
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, sharding in self.splits.items():
+        for name, sharding in self.shardings.items():
             key = prefix + name
             if key in destination:
                 local = destination[key].data
@@ -518,7 +518,7 @@ class ShardedModule(nn.Module):
         values = dict(state_dict)
         # Clone before assigning: a view would keep the unsharded tensor alive.
         assign = local_metadata.get("assign_to_params_buffers", False)
-        for name, sharding in self.splits.items():
+        for name, sharding in self.shardings.items():
             key = prefix + name
             if key not in values or direct_parameters(self).get(name) is None:
                 continue

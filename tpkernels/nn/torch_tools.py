@@ -242,7 +242,9 @@ def _check_wrapper(wrapper: nn.Module, name: str, module: nn.Module | None) -> N
         _check_apart(wrapper_type.__name__, process_group, module.parameters())
         if isinstance(wrapper, nn.parallel.DistributedDataParallel):
             wrapper.register_forward_pre_hook(_refuse_bucket_views)
-        elif any("splits" in vars(submodule) for submodule in module.modules()):  # a ShardedModule
+        elif any(
+            "shardings" in vars(submodule) for submodule in module.modules()
+        ):  # a ShardedModule
             raise NotImplementedError(
                 f"{wrapper_type.__name__} flattens the parameters, which are shards, so gradient "
                 "norms would differ between ranks; create the model again and use "

@@ -230,7 +230,7 @@ class VocabParallelEmbedding(ShardedModule):
                 code).
         """
         validation.tensors({"x": ids, "weight": self.weight})
-        sharding = self.splits["weight"]
+        sharding = self.shardings["weight"]
         check_ids(ids, self.group)
         local, is_local = _local_ids(ids, sharding, None, "token id")
         weight = self.weight if sharding.size else F.pad(self.weight, (0, 0, 0, 1))
@@ -246,7 +246,7 @@ class VocabParallelEmbedding(ShardedModule):
 
     def extra_repr(self) -> str:
         return (
-            f"num_embeddings={list(self.splits['weight'].sizes)}, "
+            f"num_embeddings={list(self.shardings['weight'].sizes)}, "
             f"embedding_dim={self.embedding_dim}, sequence_parallel={self.sequence_parallel}, "
             f"rank={self.rank}"
         )
@@ -267,7 +267,7 @@ class ParallelLMHead(ColumnParallelLinear):
             ValueError: the layers differ in size, group or vocabulary split.
         """
         embedding_layout, head_layout = (
-            (list(layer.splits["weight"].sizes), layer.weight.shape[1], layer.group)
+            (list(layer.shardings["weight"].sizes), layer.weight.shape[1], layer.group)
             for layer in (embedding, self)
         )
         if embedding_layout != head_layout:

@@ -91,8 +91,8 @@ class Context(Protocol):
     bias_dtype: torch.dtype
     residual_dtype: torch.dtype
     weight_grad: WeightGrad
-    columns: ColumnGrads
-    returned: bool
+    column_grads: ColumnGrads
+    return_gathered: bool
     eps: float
     num_experts: int
     tokens: int
@@ -164,7 +164,7 @@ class ColumnGrads:
         self._weights = [WeightGrad.for_weight(w) for w in plain]
         self._biases = None if biases is None else [b.dtype for b in biases]
 
-    def factors(
+    def grad_operands(
         self, grads: Sequence[torch.Tensor | None], weights: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return (grad, w^T), concatenated over i, or None if no output has a gradient.

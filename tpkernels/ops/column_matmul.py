@@ -53,18 +53,18 @@ def _fake(
 
 def _save(ctx: Context, args: Any, output: object) -> None:
     ctx.group = args.group
-    ctx.columns = ColumnGrads(ctx, args.x, args.weights, args.biases, args.x)
+    ctx.column_grads = ColumnGrads(ctx, args.x, args.weights, args.biases, args.x)
 
 
 def _backward(
     ctx: Context, needs: Needs, grad_outs: Sequence[torch.Tensor | None]
 ) -> dict[str, Any]:
     x, *weights = ctx.saved_tensors
-    factors = ctx.columns.factors(grad_outs, weights) if needs.x else None
+    grad_operands = ctx.column_grads.grad_operands(grad_outs, weights) if needs.x else None
     grad_x = None
-    if factors is not None:
-        grad_x = torch.ops.tpkernels.matmul_all_reduce.default(*factors, ctx.group)
-    return {"x": grad_x, **ctx.columns.compute_weight_grads(needs, grad_outs, lambda: x)}
+    if grad_operands is not None:
+        grad_x = torch.ops.tpkernels.matmul_all_reduce.default(*grad_operands, ctx.group)
+    return {"x": grad_x, **ctx.column_grads.compute_weight_grads(needs, grad_outs, lambda: x)}
 
 
 OP: Op[list[torch.Tensor]] = define_local(

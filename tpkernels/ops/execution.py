@@ -136,7 +136,7 @@ def bind(
             return None
         alarm = group.workspace.alarm
         if call.problem.spec.reduces:
-            deterministic = group.cuda_sums.planned_for_flag
+            deterministic = group.numerics_state.planned_for_flag
     elif call.plan.algorithm == "direct":
         direct = _bind_direct(call, args, arguments, in_place)
         if direct is not None:
@@ -177,7 +177,7 @@ def _bind_direct(
         arguments,
         in_place=in_place,
         shape=tuple(result_shape(problem, call.group.rank)),
-        multiplies=bool(weights),
+        has_matmul=bool(weights),
         gathers=problem.spec.gathers,
         return_gathered=return_gathered,
         eps=eps,

@@ -74,23 +74,23 @@ def _check_ids(experts: torch.Tensor, num_experts: int) -> None:
             )
 
 
-def permute_tokens(x: torch.Tensor, routing: SortedAssignments) -> torch.Tensor:
+def permute_tokens(x: torch.Tensor, assignments: SortedAssignments) -> torch.Tensor:
     """Return the rows of x [tokens, H] permuted to expert order, one row per assignment.
 
-    Raises ValueError if x and ``routing`` have different numbers of tokens.
+    Raises ValueError if x and ``assignments`` have different numbers of tokens.
     """
-    if len(x) != len(routing.topk_weights):
+    if len(x) != len(assignments.topk_weights):
         raise ValueError(
-            f"x has {len(x)} tokens, but topk_ids has {len(routing.topk_weights)}; they must be "
-            "equal"
+            f"x has {len(x)} tokens, but topk_ids has {len(assignments.topk_weights)}; they must "
+            "be equal"
         )
-    return x.index_select(0, routing.order // routing.topk_weights.shape[1])
+    return x.index_select(0, assignments.order // assignments.topk_weights.shape[1])
 
 
-def reduce_by_token(rows: torch.Tensor, routing: SortedAssignments) -> torch.Tensor:
+def reduce_by_token(rows: torch.Tensor, assignments: SortedAssignments) -> torch.Tensor:
     """Return the weighted sum of the rows of each token, in fp32 in slot order, rounded once."""
-    weights = routing.topk_weights.to(dtypes.accumulator(rows.dtype))
-    inverse = invert_permutation(routing.order).view(weights.shape)
+    weights = assignments.topk_weights.to(dtypes.accumulator(rows.dtype))
+    inverse = invert_permutation(assignments.order).view(weights.shape)
     return _WEIGH_ROWS.entry()(rows, inverse, weights)
 
 
@@ -128,7 +128,7 @@ define_kernel(
 )
 
 
-def _weigh(x: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _weigh_rows(x: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return ``sum_j(weights[:, j] * x[inverse[:, j]])``. inverse and weights [tokens, k]."""
     out = empty((len(inverse), x.shape[1]), x.dtype, x.device)
     sum_weighted_rows(x, inverse, weights, out)
@@ -152,7 +152,7 @@ def _backward(ctx: Context, needs: Needs, grad: torch.Tensor) -> dict[str, Any]:
 
 _WEIGH_ROWS: Op[torch.Tensor] = define_local(
     "weigh_rows(Tensor x, Tensor places, Tensor weights) -> Tensor",
-    run=_weigh,
+    run=_weigh_rows,
     fake=lambda x, inverse, weights: x.new_empty(inverse.shape[0], x.shape[1]),
     save=_save,
     backward=_backward,
@@ -195,7 +195,7 @@ def local_experts(
     inverse = torch.full_like(order, len(rows))  # index of the zero row, for skipped assignments
     inverse.scatter_(0, local_order, torch.arange(len(rows)))
     weights = topk_weights.to(dtypes.accumulator(x.dtype))
-    return _weigh(y, inverse.view(topk_ids.shape), weights)
+    return _weigh_rows(y, inverse.view(topk_ids.shape), weights)
 
 
 define_kernel(

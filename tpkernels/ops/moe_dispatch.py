@@ -76,7 +76,7 @@ def _check_scales(x: torch.Tensor, scale: torch.Tensor) -> None:
 OP: Op[Any] = define(SCHEMA, save=_save, backward=_backward)
 
 
-def gather_routes(
+def gather_topk_ids(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -161,7 +161,7 @@ def moe_dispatch(
         name = group_name(group)
         if scale_x is not None:
             _check_scales(x, scale_x)
-        routes = gather_routes(x, topk_ids, topk_weights, name, shard_sizes)
+        routes = gather_topk_ids(x, topk_ids, topk_weights, name, shard_sizes)
         rows, counts = OP.entry()(
             x,
             routes,

@@ -54,7 +54,7 @@ def _plan_call(group: Group, algorithm: str, problem: Problem, device: torch.dev
         problem = replace(problem, numerics=group.cuda_numerics())
     timing_table, unsupported_reasons = EMPTY_TABLE, dict[str, str]()
     if algorithm == "auto":
-        unsupported_reasons |= group.measured.find_failures(problem) or {}
+        unsupported_reasons |= group.planner_inputs.find_failures(problem) or {}
         if group.has_times(problem.device):
             timing_table = group.timing_table(problem.device)
     while True:
@@ -64,9 +64,7 @@ def _plan_call(group: Group, algorithm: str, problem: Problem, device: torch.dev
         if reason is not None:
             unsupported_reasons[plan.algorithm] = reason
         elif problem.device == "cpu":
-            nbytes = ALGORITHMS[plan.algorithm].workspace_bytes(
-                problem, capabilities.workspace_bytes
-            )
+            nbytes = ALGORITHMS[plan.algorithm].buffer_bytes(problem, capabilities.workspace_bytes)
             group.ensure_capacity(nbytes, plan.description)
         # Unsupported kernels exclude algorithms, and larger buffers admit more. Then plan again.
         if _get_capabilities(group, problem.device, unsupported_reasons) == capabilities:

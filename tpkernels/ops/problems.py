@@ -64,7 +64,7 @@ def _gather(op: str, group: Group, args: GatherArguments) -> Problem:
     sizes = validation.gather_sizes(args.shard_sizes, shape[dim], group)
     shape[dim] = sum(sizes)
     if scale is not None:  # rows are sent with their scales
-        validation.scale_of_x(scale, x, shape[:-1], dim, sizes)
+        validation.x_scale(scale, x, shape[:-1], dim, sizes)
         result = validation.out_dtype(args.out_dtype, x, scaled=True)
         scales = scale, args.scales_w
         validation.weights(weights, args.biases, x, shape[-1], scales, (result,))
@@ -82,7 +82,7 @@ def _gather(op: str, group: Group, args: GatherArguments) -> Problem:
         options = GatherOptions(
             out_dtype=None if result == x.dtype else result,
             return_gathered=args.return_gathered,
-            local_product=validation.local_product(x, weights),
+            local_product=validation.records_custom_matmul(x, weights),
         )
     return Problem(op, validation.device(x), group.world, tuple(shape), dim, sizes, wire, options)
 
@@ -92,12 +92,12 @@ def _reduce(op: str, group: Group, args: ReduceArguments) -> Problem:
     validation.op_input(spec, x)
     shape, dim, sizes, local_product = list(x.shape), None, tuple[int, ...](), False
     if scale is not None:
-        validation.scale_of_x(scale, x, shape[:-1], None, ())
+        validation.x_scale(scale, x, shape[:-1], None, ())
         assert isinstance(w, torch.Tensor) and args.scale_w is not None  # required by the schemas
         validation.scaled_weight(w, args.scale_w, x, scale, "w")
     elif w is not None:
         validation.weight(w, x, shape[-1], "w")
-        local_product = validation.local_product(x, [w])
+        local_product = validation.records_custom_matmul(x, [w])
     if w is not None:
         shape[-1] = weight_columns(w)
     out_shape = list(shape)

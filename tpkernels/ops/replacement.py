@@ -17,7 +17,7 @@ from tpkernels.planning.problem import ORDERED, Problem
 from tpkernels.planning.table import Table
 from tpkernels.torch_private import get_backend
 
-_UNLESS = "CUDA tensors use the torch calls unless measured times favor the op"
+_TORCH_CALLS_NOTE = "CUDA tensors use the torch calls unless measured times favor the op"
 
 
 def read_times(name: str) -> None:
@@ -56,8 +56,8 @@ def reason_against_replacement(
     if device != "cuda" or group.tuning_for(device) is not None:
         return None
     if width is None:
-        return f"{_UNLESS}; no times are measured for this split"
-    times = group.measured.tables.get(device, Table())
+        return f"{_TORCH_CALLS_NOTE}; no times are measured for this split"
+    times = group.planner_inputs.tables.get(device, Table())
     problem = Problem.evenly_split(
         op,
         device=device,
@@ -65,14 +65,18 @@ def reason_against_replacement(
         shape=(rows or group.world, width),
         dtype=dtype,
         options=options,
-        numerics=group.cuda_sums.requested if OPS[op].reduces else ORDERED,
+        numerics=group.numerics_state.requested if OPS[op].reduces else ORDERED,
     )
     if problem.tuning_key is None:
-        return f"{_UNLESS}; no times are measured for this split"
+        return f"{_TORCH_CALLS_NOTE}; no times are measured for this split"
     series, extent = problem.tuning_key
     extents = times.extents(series) if rows is None else [extent]
     results = [times.select(series, extent, ALGORITHMS, default="unfused") for extent in extents]
     choices = [choice for choice in results if choice is not None]
     if any(algorithm != "unfused" for algorithm, _ in choices):
         return None
-    return f"{_UNLESS}: {choices[0][1]}" if choices else f"{_UNLESS}; no times are measured for it"
+    return (
+        f"{_TORCH_CALLS_NOTE}: {choices[0][1]}"
+        if choices
+        else f"{_TORCH_CALLS_NOTE}; no times are measured for it"
+    )

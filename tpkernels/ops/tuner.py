@@ -48,14 +48,14 @@ from tpkernels.timing import time_interleaved
 from tpkernels.torch_private import all_gather_single
 
 _MAX_ROUNDS = 40
-_CLEARLY_SLOWER = 1.25  # ratio to the fastest time; slower algorithms are dropped
+_DROP_RATIO = 1.25  # ratio to the fastest time; slower algorithms are dropped
 _REPORT_SECONDS = 2.0
 _MAX_FLUSH_BYTES = 256 << 20
 _GRAPH_CALLS = 20
 _MIN_SECONDS = 1e-8  # lower limit of a call in a graph, after subtraction of the flush time
 
-PlanOn = Callable[[Group, str], Call]  # (group, algorithm) -> planned call
-MakeRun = Callable[[], Callable[[Call], object]]
+PlanFunction = Callable[[Group, str], Call]  # (group, algorithm) -> planned call
+RunFactory = Callable[[], Callable[[Call], object]]
 
 
 @contextlib.contextmanager
@@ -100,7 +100,7 @@ def autotune(
     if not limit > 0:
         raise ValueError(f"limit is {limit}; it must be a positive number of seconds")
     tuned_group = get_or_default(group)
-    before = tuned_group.measured.tuning
+    before = tuned_group.planner_inputs.tuning
     tuned_group.use_tuning(Tuning(float(limit), save))
     try:
         yield
@@ -112,8 +112,8 @@ def tune_if_new(
     call: Call,
     tuning: Tuning,
     names: Sequence[str],
-    plan: PlanOn,
-    make_run: MakeRun,
+    plan: PlanFunction,
+    make_run: RunFactory,
     x: torch.Tensor,
 ) -> bool:
     """Tune the problem of a call over the algorithms ``names`` if it is new. Collective.
@@ -130,7 +130,7 @@ def tune_if_new(
 
     def is_tuned() -> bool:
         """Return True if a problem of similar size was tuned, even if no algorithm was timed."""
-        was_tuned = group.measured.find_failures(problem) is not None
+        was_tuned = group.planner_inputs.find_failures(problem) is not None
         return was_tuned or group.timing_table(problem.device).has_close_extent(*key)
 
     if is_tuned() or group.note_capture(x.device):
@@ -158,7 +158,7 @@ class _Tuner:
     """Tunes one problem. ``group`` is the real group, whose lock the caller holds."""
 
     def __init__(
-        self, group: Group, problem: Problem, plan: PlanOn, x: torch.Tensor, tuning: Tuning
+        self, group: Group, problem: Problem, plan: PlanFunction, x: torch.Tensor, tuning: Tuning
     ) -> None:
         self._group, self._problem, self._plan, self._tuning = group, problem, plan, tuning
         self._x, self._timeout = x, group.timeout_on(problem.device)
@@ -166,12 +166,12 @@ class _Tuner:
         self._replays: dict[str, Callable[[], object]] | None = None
         self._begun = self._reported = time.perf_counter()
 
-    def tune(self, names: Sequence[str], make_run: MakeRun) -> None:
+    def tune(self, names: Sequence[str], make_run: RunFactory) -> None:
         """Time the algorithms and store the times in the group."""
         group, problem = self._group, self._problem
         assert problem.tuning_key is not None  # checked by the caller
         series, extent = problem.tuning_key
-        failures, measured = group.measured.failures.setdefault((series, extent), {}), []
+        failures, measured = group.planner_inputs.failures.setdefault((series, extent), {}), []
         try:
             self._prepare(make_run)
             for timed_series in (series, series.captured) if _uses_graphs(self._x) else (series,):
@@ -246,7 +246,7 @@ class _Tuner:
             rounds=_MAX_ROUNDS,
             budget=self._tuning.limit,
             min_rounds=1,
-            drop_beyond=_CLEARLY_SLOWER,
+            drop_beyond=_DROP_RATIO,
         )
 
     def _time_run(self, call: Call) -> tuple[float, float]:
@@ -276,7 +276,7 @@ class _Tuner:
             self._replays["flush"] = capture_graph(lambda: self._flush_buffer.fill_(1))
         return capture_graph(flush_and_run)
 
-    def _prepare(self, make_run: MakeRun) -> None:
+    def _prepare(self, make_run: RunFactory) -> None:
         """Allocate the buffers of the runs. Raises `_Skipped` on all ranks if a rank fails."""
         reason, problem = "", str(self._problem)
         try:

@@ -345,7 +345,7 @@ def empty_shards(options: Mapping[str, Any]) -> str:
 # Scaled operands. See `local.scaled` for the formats of scales.
 
 
-def scale_of_x(
+def x_scale(
     scale: torch.Tensor,
     x: torch.Tensor,
     leading_dims: Sequence[int],
@@ -576,7 +576,7 @@ def op_input(spec: OpSpec, x: torch.Tensor) -> None:
         _check_form(x.dim() > 0 and x.shape[-1] > 0, x, "x", "[..., N] with N >= 1")
 
 
-def local_product(x: torch.Tensor, weights: Sequence[Weight]) -> bool:
+def records_custom_matmul(x: torch.Tensor, weights: Sequence[Weight]) -> bool:
     """Return True if the problem must record that a weight is a `CustomMatmul`.
 
     On GPUs this keeps ``auto`` from ``fused``, whose measured times are for plain weights.

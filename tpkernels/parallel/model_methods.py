@@ -173,7 +173,7 @@ def _as_unsharded(model: PreTrainedModel) -> Iterator[None]:
     sizes = {parameter: parameter.numel() for parameter in model.parameters()}
     for module in model.modules():
         if isinstance(module, ShardedModule):
-            for name in module.splits:
+            for name in module.shardings:
                 sizes[module.get_parameter(name)] = prod(module.full_shape(name))
     total = sum(sizes.values())
     model.num_parameters = lambda *args, **options: total

@@ -682,9 +682,9 @@ def _create_projections(
         if isinstance(new, SplitRowsLinear):
             new.rows = rows
         existing = layers.setdefault(old, new)
-        if (type(existing), vars(existing)["splits"], repr(existing)) != (
+        if (type(existing), vars(existing)["shardings"], repr(existing)) != (
             layer_type,
-            new.splits,
+            new.shardings,
             repr(new),
         ):
             raise NotImplementedError(
@@ -743,7 +743,7 @@ def _check_shared(
         layer = layers.get(parent)
         for key, parameter in direct_parameters(parent).items():
             sharding = (
-                layer.splits.get(key, "copied") if isinstance(layer, ShardedModule) else "kept"
+                layer.shardings.get(key, "copied") if isinstance(layer, ShardedModule) else "kept"
             )
             if parameter is None:
                 continue

@@ -46,7 +46,7 @@ class Slot:
 
     name: str  #: name in the unsharded model
     owners: tuple[tuple[nn.Module, str], ...]  #: (module, attribute); several if weights are tied
-    split: Sharding | None  #: None if it is replicated or split by torch styles
+    sharding: Sharding | None  #: None if it is replicated or split by torch styles
     stored: StoredTensor  #: unsharded parameter in the checkpoint
     linear: bool  #: whether it is the weight [out_features, in_features] of a linear layer
 
@@ -70,13 +70,13 @@ class Slot:
                 self.shape, dtensor.device_mesh, dtensor.placements
             )
             return [Box(tuple(offsets), tuple(shape))]
-        return [Box.full(self.shape)] if self.split is None else self.split.boxes(self.shape)
+        return [Box.full(self.shape)] if self.sharding is None else self.sharding.boxes(self.shape)
 
     def local_shape(self, rank: int | None = None) -> tuple[int, ...]:
         """Return the shape of the shard on ``rank``, by default on this rank."""
-        if self.split is None:
+        if self.sharding is None:
             return self.boxes()[0].shape
-        return self.split.local_shape(self.shape, rank)
+        return self.sharding.local_shape(self.shape, rank)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Blueprint:
         """Return a digest that is equal on all ranks if their models are equal."""
         lines = [str(self.model.config)]
         for slot in self.slots:
-            ranges = slot.split and slot.split.ranges
+            ranges = slot.sharding and slot.sharding.ranges
             lines.append(f"{slot.name} {slot.shape} {slot.parameter.dtype} {ranges}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
@@ -188,9 +188,9 @@ def _make_slots(model: nn.Module, sources: Mapping[str, StoredTensor]) -> Iterat
         paths = [name.rpartition(".") for name in tied]
         owners = tuple((model.get_submodule(owner), attribute) for owner, _, attribute in paths)
         module, attribute = owners[0]
-        split = module.splits.get(attribute) if isinstance(module, ShardedModule) else None
+        sharding = module.shardings.get(attribute) if isinstance(module, ShardedModule) else None
         linear = attribute == "weight" and hasattr(module, "in_features")
-        yield Slot(tied[0], owners, split, sources[tied[0]], linear)
+        yield Slot(tied[0], owners, sharding, sources[tied[0]], linear)
 
 
 def from_pretrained(
@@ -323,7 +323,7 @@ def _read(slot: Slot, device: torch.device) -> None:
     """Allocate a parameter, and read the local shard into it."""
     empty = slot.parameter
     local = torch.empty(slot.local_shape(), dtype=empty.dtype, device=device)
-    chunks = [(slot.boxes()[0], local)] if slot.split is None else slot.split.chunks(local)
+    chunks = [(slot.boxes()[0], local)] if slot.sharding is None else slot.sharding.chunks(local)
     for box, chunk in chunks:
         slot.stored.read(box, chunk)
     value = local

@@ -75,7 +75,7 @@ class ShardPlan:
                     "name": slot.name,
                     "dtype": dtypes.name(slot.parameter.dtype),
                     "shape": list(slot.shape),
-                    "split_dim": None if slot.split is None else slot.split.dim,
+                    "split_dim": None if slot.sharding is None else slot.sharding.dim,
                     "local_shapes": [list(shape) for shape in self.shapes(slot)],
                 }
                 for slot in self.slots
@@ -177,7 +177,7 @@ def _write_weights(plan: ShardPlan, staging: Path, progress: Callable[[int], Non
     """Write the shards and the index. Returns the names of the files with weights."""
     save_file = import_package("safetensors.torch").save_file
     model, buffers = plan.blueprint.model, plan.blueprint.buffers
-    tensors = [(slot.name, slot.stored, slot.parameter.dtype, slot.split) for slot in plan.slots]
+    tensors = [(slot.name, slot.stored, slot.parameter.dtype, slot.sharding) for slot in plan.slots]
     tensors += [
         (name, stored, model.get_buffer(name).dtype, None) for name, stored in buffers.items()
     ]
@@ -187,8 +187,8 @@ def _write_weights(plan: ShardPlan, staging: Path, progress: Callable[[int], Non
         progress(rank)
         file = f"model-rank-{rank:05}-of-{plan.ranks:05}.safetensors"
         shard: dict[str, torch.Tensor] = {}
-        for name, stored, dtype, split in tensors:
-            box = _file_box(stored.shape, split, rank)
+        for name, stored, dtype, sharding in tensors:
+            box = _file_box(stored.shape, sharding, rank)
             if box is not None:
                 shard[name] = torch.empty(box.shape, dtype=dtype)
                 stored.read(box, shard[name])
@@ -205,16 +205,16 @@ def _write_weights(plan: ShardPlan, staging: Path, progress: Callable[[int], Non
     return files
 
 
-def _file_box(shape: tuple[int, ...], split: Sharding | None, rank: int) -> Box | None:
+def _file_box(shape: tuple[int, ...], sharding: Sharding | None, rank: int) -> Box | None:
     """Return the box of a tensor in the file of a rank, or None if the file does not contain it.
 
     Replicated tensors are in the file of rank 0. If the ranks' shards are consecutive ranges, a
     file holds the shard of its rank, otherwise a balanced slice.
     """
-    if split is None:
+    if sharding is None:
         return None if rank else Box.full(shape)
-    if not split.in_order:
-        sizes = shard_sizes(split.total, len(split.ranges))
-        split = Sharding.packed(split.dim, [sizes])
-    [box] = split.boxes(shape, rank)
+    if not sharding.in_order:
+        sizes = shard_sizes(sharding.total, len(sharding.ranges))
+        sharding = Sharding.packed(sharding.dim, [sizes])
+    [box] = sharding.boxes(shape, rank)
     return box if box.size else None

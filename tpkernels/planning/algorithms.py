@@ -126,7 +126,7 @@ class Algorithm:
     interpreted: frozenset[str] = frozenset()
     #: Bytes of each data buffer that a call on CPU tensors uses, given the limit. A lower limit
     #: means more steps.
-    workspace_bytes: Callable[[Problem, int], int] = lambda problem, limit: 0
+    buffer_bytes: Callable[[Problem, int], int] = lambda problem, limit: 0
     #: Number of rows per rank that fit into a step of a call on CPU tensors. None: every call fits.
     step_rows: Callable[[Problem, int], int] | None = None
 
@@ -148,7 +148,7 @@ _RECORDS = (
         unsupported_ops={"cuda": _ALL_TO_ALL},
         kernels={"cuda": "CUDA"},
         moves_full_rows=frozenset({"cuda"}),
-        workspace_bytes=_direct_bytes,
+        buffer_bytes=_direct_bytes,
         step_rows=_direct_rows,
     ),
     Algorithm(
@@ -167,7 +167,7 @@ _RECORDS = (
         needs_shared_memory=True,
         kernels={"cuda": "CUDA"},
         moves_full_rows=frozenset({"cuda"}),
-        workspace_bytes=_pipelined_bytes,
+        buffer_bytes=_pipelined_bytes,
         step_rows=step_rows,
     ),
     Algorithm(
@@ -187,7 +187,7 @@ _RECORDS = (
         spans_hosts=True,
         sends=True,
         unsupported_ops={"cpu": _ALL_TO_ALLS, "cuda": frozenset(OPS)},
-        workspace_bytes=_hierarchical_bytes,
+        buffer_bytes=_hierarchical_bytes,
         step_rows=_hierarchical_rows,
     ),
 )

@@ -25,9 +25,9 @@ from tpkernels.planning.op_spec import OPS, OpSpec
 # Times within this ratio of the fastest time count as equal. Medians of 40 interleaved repetitions
 # of the same algorithm differ by 1 to 4 % between two runs. AMD EPYC Zen 3, 2 ranks, 2026-11-21:
 # `pytest -m slow -s tests/cli/test_tune.py`.
-AS_FAST = 1.02
+SAME_SPEED_RATIO = 1.02
 # An algorithm whose time / time of `unfused` exceeds this ratio is slower than `unfused`.
-NOT_SLOWER = 1 / 0.97
+MAX_UNFUSED_RATIO = 1 / 0.97
 # Maximum ratio between a size and the measured size that decides for it.
 _MAX_RATIO = 2.0
 # Sizes within this ratio share one measurement.
@@ -121,7 +121,7 @@ class Table:
         neighbors = extents[max(above - 1, 0) : above + 1]
         if len(neighbors) == 2:
             best = _minimax([measured[size] for size in neighbors], candidates, default)
-            if best is not None and best[1] <= AS_FAST:
+            if best is not None and best[1] <= SAME_SPEED_RATIO:
                 reason = f"tuned: as fast as any at {neighbors[0]} and at {neighbors[1]} {unit}"
                 return best[0], reason
         nearest = min(neighbors, key=lambda size: _ratio(size, extent))
@@ -162,10 +162,10 @@ def _minimax(
         names = [
             name
             for name in names
-            if all(item.ms[name] <= NOT_SLOWER * item.ms["unfused"] for item in measurements)
+            if all(item.ms[name] <= MAX_UNFUSED_RATIO * item.ms["unfused"] for item in measurements)
         ]
     worst = {name: max(item.ratio(name, names) for item in measurements) for name in names}
-    if default in worst and worst[default] <= AS_FAST:
+    if default in worst and worst[default] <= SAME_SPEED_RATIO:
         return default, worst[default]
     best = min(names, key=worst.__getitem__)
     return best, worst[best]

@@ -92,7 +92,7 @@ def get_checked_ops(variant: str) -> list[str]:
     if algorithm == "multimem":
         plain = [name] if name != "all_reduce" else [name, "all_reduce_rms_norm"]
         return [*plain, "all_gather_matmul" if name == "all_gather" else f"matmul_{name}"]
-    kinds = {
+    ops = {
         "all_gather": "all_gather_matmul",
         COPY_ENGINES: "all_gather_matmul",
         "reduce_scatter": "matmul_reduce_scatter",
@@ -100,7 +100,7 @@ def get_checked_ops(variant: str) -> list[str]:
         "all_to_all": "all_to_all",
     }
     collectives = [name] if algorithm == "ring" and name in OPS and name != "all_to_all" else []
-    return [kinds[name], *collectives]
+    return [ops[name], *collectives]
 
 
 def get_shapes(device: str) -> tuple[tuple[int, int, int], ...]:
@@ -111,13 +111,13 @@ def get_shapes(device: str) -> tuple[tuple[int, int, int], ...]:
 def make_calls(variant: str, device: str, repeats: int) -> Iterator[CheckedCall]:
     """Yield the calls that check a variant: integers, integers with delays, random data, then
     replays of a CUDA graph."""
-    shapes, kinds = get_shapes(device), _DTYPES[:2] if device == "cpu" else _DTYPES
+    shapes, all_dtypes = get_shapes(device), _DTYPES[:2] if device == "cpu" else _DTYPES
     if variant.startswith("multimem/"):
-        kinds = kinds[:2]  # the torch multimem ops cannot reduce float16
+        all_dtypes = all_dtypes[:2]  # the torch multimem ops cannot reduce float16
     seed = itertools.count(1)
     for _ in range(repeats):
         for delayed, exact in ((False, True), (True, True), (False, False)):
-            for shape, dtype, op in itertools.product(shapes, kinds, get_checked_ops(variant)):
+            for shape, dtype, op in itertools.product(shapes, all_dtypes, get_checked_ops(variant)):
                 yield CheckedCall(op, shape, dtype, exact, delayed, next(seed))
     for op in get_checked_ops(variant) if device == "cuda" else ():
         yield CheckedCall(op, shapes[1], torch.bfloat16, True, False, next(seed), replayed=True)

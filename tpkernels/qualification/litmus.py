@@ -18,7 +18,7 @@ from tpkernels import _C, cuda, groups
 from tpkernels.common.integers import ceil_div
 from tpkernels.cuda.image import launch
 from tpkernels.cuda.layouts import MAX_BLOCKS, PACK_BYTES, ll_signals
-from tpkernels.cuda.operands import kernel_space
+from tpkernels.cuda.operands import kernel_workspace
 from tpkernels.launch.session import rank_device, synchronizer
 from tpkernels.planning.qualification import Failure
 from tpkernels.qualification.checks import TIMEOUT_S, StageFailed, StageReport, collect_report
@@ -58,7 +58,7 @@ def _create_workspace(device: torch.device) -> Iterator[DeviceWorkspace]:
             raise NotImplementedError(reason or f"share no memory: {tp_group.unshared_reason}")
         nbytes = _SIZES[device.type][0] * PACK_BYTES
         sizes = ll_signals(nbytes), tp_group.world * nbytes
-        yield tp_group.workspace.cuda(device, *sizes, "a litmus test").current
+        yield tp_group.workspace.cuda_workspace(device, *sizes, "a litmus test").current
         tpkernels.check(group)
         # Keep the group alive until all ranks have checked their results.
         tp_group.lock_and_exchange("end of the stage", 0, "cpu")
@@ -76,8 +76,8 @@ def _run_stores(
     blocks = min(MAX_BLOCKS, ceil_div(packs, 512))
     for number in range(rounds * repeats):
         arguments = _C.cuda.Litmus(result.data_ptr(), _RECORDS, number, nbytes)
-        space = kernel_space(workspace, 1 + number)
-        launch(f"litmus_{name}", result.device, space, arguments, blocks=blocks)
+        workspace_args = kernel_workspace(workspace, 1 + number)
+        launch(f"litmus_{name}", result.device, workspace_args, arguments, blocks=blocks)
     if (wait := synchronizer(device)) is not None:
         wait()
     report.checks, wrong, *records = result.tolist()

@@ -201,7 +201,7 @@ class Operands:
         return self.case.spec
 
     @property
-    def factors(self) -> list[torch.Tensor]:
+    def tensor_args(self) -> list[torch.Tensor]:
         """Return the tensor arguments of the op, in order."""
         tensors = self.x, self.w, *self.scales, self.norm_weight, self.topk_weights, self.topk_ids
         return [tensor for tensor in tensors if tensor is not None]
@@ -236,7 +236,7 @@ class Operands:
         group = group or dist.group.WORLD
         assert group is not None  # only ranks run cases
         options = {"group": group.group_name, "algorithm": algorithm, **self.options}
-        results = function(*self.factors, **options)
+        results = function(*self.tensor_args, **options)
         if isinstance(results, torch.Tensor):
             return [results]
         return list(results)[::-1] if self.spec.normed else list(results)
@@ -286,7 +286,7 @@ class Operands:
         return refilled
 
     def _tensors(self) -> Outputs:
-        return self.factors if self.residual is None else [*self.factors, self.residual]
+        return self.tensor_args if self.residual is None else [*self.tensor_args, self.residual]
 
 
 def _quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

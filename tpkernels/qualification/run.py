@@ -55,9 +55,9 @@ def get_topology() -> Topology:
             torch.cuda.can_device_access_peer(i, j) for j in peers
         )
     mig = any("MIG" in gpu.name for gpu in gpus)
-    kinds = tuple(gpu.name for gpu in gpus)
+    gpu_models = tuple(gpu.name for gpu in gpus)
     return Topology(
-        kinds + kinds[:1] * (num_gpus - count),
+        gpu_models + gpu_models[:1] * (num_gpus - count),
         min((10 * gpu.major + gpu.minor for gpu in gpus), default=0),
         count,
         has_peer_access,
@@ -115,13 +115,13 @@ def _run_stage(
 ) -> StageOutcome:
     if stage.skip_reason:
         return StageOutcome(NOT_RUN, why=stage.skip_reason)
-    for test in stage.relies_on:
+    for test in stage.prerequisites:
         if device == "cpu" and test not in litmus_tests:
             continue
-        relied_on = litmus_tests.get(test, StageOutcome(NOT_RUN, why="not run"))
-        if relied_on.status != QUALIFIED:
+        outcome = litmus_tests.get(test, StageOutcome(NOT_RUN, why="not run"))
+        if outcome.status != QUALIFIED:
             name = test if "/" in test else f"litmus test of {test}"
-            return StageOutcome(NOT_RUN, why=f"{name}: {relied_on.reason}")
+            return StageOutcome(NOT_RUN, why=f"{name}: {outcome.reason}")
     begin = time.monotonic()
     reports, rank_outcomes = _collect_reports(stage, device, repeats, rank_context)
     seconds = round(time.monotonic() - begin, 1)

@@ -19,7 +19,7 @@ from tpkernels.planning.qualification import COPY_ENGINES, SHARDS, SUMS
 FAULTS = ("late", "killed", "another call")  #: faults of one rank
 #: Litmus tests of stores, signals and copies.
 LITMUS = ("messages", "words", "copies", "bulk")
-KINDS = ("all_gather", "reduce_scatter", "all_reduce")  #: collectives of ops with a matmul
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")  #: collectives of ops with a matmul
 
 # Seconds of a stage on GPUs. START_S: processes, CUDA contexts, symmetric memory. CALLS_S: calls.
 # Measured together on an H200, 2026-11-26: 1 to 6 s, or 13 to 22 s with compilation.
@@ -40,13 +40,13 @@ OVER_BUDGET = "over budget"  #: reason why a stage is skipped
 
 # The variants that rely on each litmus test. If the test fails, a correct result of these variants
 # proves nothing. On GPUs with TMA, `fused` stores its partial sums with TMA ("bulk").
-_RELY_ON = {
+_LITMUS_DEPENDENTS = {
     "words": ("direct/ll", "direct/ll_two_shot"),
     "messages": (
         *("direct/two_shot", "direct/one_shot", "direct/routed"),
-        *(f"fused/{kind}" for kind in KINDS),
+        *(f"fused/{collective}" for collective in COLLECTIVES),
     ),
-    "copies": (*(f"pipelined/{kind}" for kind in KINDS), f"fused/{COPY_ENGINES}"),
+    "copies": (*(f"pipelined/{collective}" for collective in COLLECTIVES), f"fused/{COPY_ENGINES}"),
     "bulk": ("fused/reduce_scatter", "fused/all_reduce"),
 }
 _TMA_MIN_CAPABILITY = 90  # minimum compute capability of TMA
@@ -57,25 +57,26 @@ class Topology:
     """The GPUs of a host and their links.
 
     Attributes:
-        kinds: names of the GPUs.
+        gpu_models: names of the GPUs.
         capability: lowest compute capability, 90 for 9.0.
         visible: number of GPUs visible to one rank. Less than all with Slurm ``--gpus-per-task``.
         peers: whether all pairs of GPUs have peer access.
         multicast: whether NVSwitch multicast is available.
-        refused: reason why ranks cannot run kernels that wait, such as MIG. "" if they can.
+        unsupported_reason: reason why ranks cannot run kernels that wait, such as MIG. "" if they
+            can.
     """
 
-    kinds: tuple[str, ...]
+    gpu_models: tuple[str, ...]
     capability: int
     visible: int = 0
     peers: bool = True
     multicast: bool = False
-    refused: str = ""
+    unsupported_reason: str = ""
 
     @property
     def gpus(self) -> int:
         """Return the number of GPUs."""
-        return len(self.kinds)
+        return len(self.gpu_models)
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Stage:
         backend: backend of the process group.
         seconds: expected seconds on a GPU.
         skip_reason: reason why the stage is skipped; "" if it runs.
-        relies_on: litmus tests that must pass first.
+        prerequisites: litmus tests that must pass first.
     """
 
     name: str
@@ -97,7 +98,7 @@ class Stage:
     backend: str = "gloo"
     seconds: float = START_S + CALLS_S
     skip_reason: str = ""
-    relies_on: tuple[str, ...] = ()
+    prerequisites: tuple[str, ...] = ()
 
     @property
     def is_litmus(self) -> bool:
@@ -114,12 +115,12 @@ class Stage:
         """Return whether the stage is skipped because of the budget."""
         return OVER_BUDGET in self.skip_reason
 
-    def within(self, left: float) -> Stage:
-        """Return this stage, marked as skipped if it needs more than ``left`` seconds."""
+    def within(self, remaining: float) -> Stage:
+        """Return this stage, marked as skipped if it needs more than ``remaining`` seconds."""
         if self.skip_reason and not self.is_over_budget:
             return self
-        reason = f"{OVER_BUDGET}: it needs {self.seconds:.0f} s, and {left:.0f} s are left"
-        return replace(self, skip_reason=reason if self.seconds > left else "")
+        reason = f"{OVER_BUDGET}: it needs {self.seconds:.0f} s, and {remaining:.0f} s are left"
+        return replace(self, skip_reason=reason if self.seconds > remaining else "")
 
 
 def default_worlds(topology: Topology) -> tuple[int, ...]:
@@ -153,26 +154,26 @@ def schedule(
         only: run only stages whose names start with this, and the litmus tests that they rely on.
         has_result: returns, for a stage name and a world size, whether a saved result exists.
     """
-    left = resolve_budget(topology, budget)
+    remaining = resolve_budget(topology, budget)
     planned = []
     for world in worlds or default_worlds(topology):
         stages = _stages(topology, world, thorough)
         requested = [stage for stage in stages if stage.name.startswith(only)]
-        relied_on = {test for stage in requested for test in stage.relies_on}
+        required_tests = {test for stage in requested for test in stage.prerequisites}
         skipped: dict[str, str] = {}
         for stage in stages:
-            if (stage not in requested and stage.name not in relied_on) or has_result(
+            if (stage not in requested and stage.name not in required_tests) or has_result(
                 stage.name, world
             ):
                 continue
-            result = stage.within(left)
-            missing = [test for test in stage.relies_on if test in skipped]
+            result = stage.within(remaining)
+            missing = [test for test in stage.prerequisites if test in skipped]
             if missing and not result.skip_reason:
                 result = replace(stage, skip_reason=f"{missing[0]}: {skipped[missing[0]]}")
             if result.skip_reason:
                 skipped[stage.name] = result.skip_reason
             else:
-                left -= stage.seconds
+                remaining -= stage.seconds
             planned.append(result)
     return planned
 
@@ -190,14 +191,14 @@ def _stages(topology: Topology, world: int, thorough: bool) -> list[Stage]:
     stages: dict[str, Stage] = {}
 
     def add(name: str, seconds: float = START_S + calls, backend: str = "gloo") -> None:
-        tests = [test for test, variants in _RELY_ON.items() if name in variants]
+        tests = [test for test, variants in _LITMUS_DEPENDENTS.items() if name in variants]
         if topology.capability < _TMA_MIN_CAPABILITY and "bulk" in tests:
             tests.remove("bulk")
         for test in tests:
             if test not in stages:
                 add(test)
         tests += [VIRTUAL + name] * (VIRTUAL + name in stages)
-        stage = Stage(name, world, backend, seconds, relies_on=tuple(tests))
+        stage = Stage(name, world, backend, seconds, prerequisites=tuple(tests))
         skip_reason = _find_skip_reason(topology, stage) or no_switch * name.startswith("multimem/")
         stages[name] = replace(stage, skip_reason=skip_reason)
 
@@ -205,8 +206,8 @@ def _stages(topology: Topology, world: int, thorough: bool) -> list[Stage]:
     direct = [
         f"direct/{variant}" for variant in dict.fromkeys((*SUMS[::-1], *SHARDS[::-1], "routed"))
     ]
-    pipelined = [f"pipelined/{kind}" for kind in KINDS]
-    kernels = {f"fused/{kind}": count for kind, count in _KERNELS.items()}
+    pipelined = [f"pipelined/{collective}" for collective in COLLECTIVES]
+    kernels = {f"fused/{collective}": count for collective, count in _KERNELS.items()}
     variants = (*direct, *pipelined, *kernels)
     for variant in variants:
         if shared:
@@ -217,10 +218,10 @@ def _stages(topology: Topology, world: int, thorough: bool) -> list[Stage]:
     for variant in variants:
         compiled = VIRTUAL + variant in stages  # the Triton cache then contains the kernels
         add(variant, START_S + calls + (0.0 if compiled else COMPILE_S * kernels.get(variant, 0)))
-    for kind in KINDS:
-        add(f"multimem/{kind}", backend="nccl")  # groups with gloo use ordered numerics
-    for kind in (*KINDS, "all_to_all"):
-        add(f"ring/{kind}", backend="nccl")
+    for collective in COLLECTIVES:
+        add(f"multimem/{collective}", backend="nccl")  # groups with gloo use ordered numerics
+    for collective in (*COLLECTIVES, "all_to_all"):
+        add(f"ring/{collective}", backend="nccl")
     for fault, algorithm in itertools.product(FAULTS, ("direct", "pipelined", "fused")):
         if thorough:
             add(f"{fault}, {algorithm}", START_S + _FAULT_S)
@@ -229,10 +230,10 @@ def _stages(topology: Topology, world: int, thorough: bool) -> list[Stage]:
 
 def _find_skip_reason(topology: Topology, stage: Stage) -> str:
     shared = stage.world > topology.gpus
-    if topology.refused:
-        return topology.refused
-    if len(set(topology.kinds)) > 1:
-        return f"the GPUs are of different models: {', '.join(sorted(set(topology.kinds)))}"
+    if topology.unsupported_reason:
+        return topology.unsupported_reason
+    if len(set(topology.gpu_models)) > 1:
+        return f"the GPUs are of different models: {', '.join(sorted(set(topology.gpu_models)))}"
     if topology.capability < 80:
         return f"compute capability is {topology.capability / 10:.1f}; at least 8.0 is required"
     if not topology.peers and not shared:

@@ -58,7 +58,7 @@ from tpkernels.qualification.checks import (
 from tpkernels.qualification.op_case import Operands
 from tpkernels.symm.device import FAILED, DeviceWorkspace, kernel_error, region_bytes
 from tpkernels.symm.gpu_memory import GpuSegments
-from tpkernels.symm.streams import SideStream
+from tpkernels.symm.streams import SideStreams
 from tpkernels.torch_private import get_schema, gpu_sleep
 
 Results = list[torch.Tensor]
@@ -87,15 +87,17 @@ class VirtualRank:
     def __init__(self, workspace: DeviceWorkspace, device: torch.device) -> None:
         self.rank, self.world, self.workspace = workspace.rank, workspace.world, self
         self.current, self.cuda_workspaces = workspace, {device: self}
-        self.segments, self.side = GpuSegments(), SideStream(device)
+        self.segments, self.side_streams = GpuSegments(), SideStreams(device)
 
-    def cuda(self, device: torch.device, signals: int, nbytes: int, call: str) -> VirtualRank:
+    def cuda_workspace(
+        self, device: torch.device, signals: int, buffer_bytes: int, description: str
+    ) -> VirtualRank:
         """Return the GPU memory of a call. ``RuntimeError`` if it is too small."""
-        if not self.current.holds(signals, nbytes):
+        if not self.current.holds(signals, buffer_bytes):
             workspace = self.current
             raise RuntimeError(
-                f"{call} needs {signals} signals and {nbytes} buffer bytes; virtual ranks have "
-                f"{workspace.signals} signals and {workspace.buffer_bytes} bytes"
+                f"{description} needs {signals} signals and {buffer_bytes} buffer bytes; "
+                f"virtual ranks have {workspace.signals} signals and {workspace.buffer_bytes} bytes"
             )
         return self
 
@@ -166,7 +168,7 @@ class VirtualRanks:
         schema = get_schema(getattr(torch.ops.tpkernels, operands.case.op).default)
         options = {"group": rank.name, "algorithm": algorithm, **operands.options}
         arguments = make_argument_parser(schema, operands.spec)
-        args = arguments.to_named_tuple(tuple(operands.factors), options)
+        args = arguments.to_named_tuple(tuple(operands.tensor_args), options)
         if isinstance(getattr(args, "weights", None), torch.Tensor):
             args = args._replace(weights=[args.weights])
         problem = make_problem(operands.case.op, cast(Any, rank), args)

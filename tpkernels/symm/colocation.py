@@ -28,33 +28,33 @@ class Colocation:
     """Results of the probe. Identical on all ranks of the group."""
 
     unshared_reason: str | None  #: reason why not all ranks can share memory, if any
-    leaders: list[int]  #: per rank: the lowest rank it shares memory with, or itself
-    statements: list[dict[str, Any]]  #: per rank: its statement, with "boot_id" added
+    first_ranks: list[int]  #: per rank: the lowest rank it shares memory with, or itself
+    rank_infos: list[dict[str, Any]]  #: per rank: its information, with "boot_id" added
 
 
-def probe_colocation(participant: Participant, statement: dict[str, Any]) -> Colocation:
+def probe_colocation(participant: Participant, rank_info: dict[str, Any]) -> Colocation:
     """Connect to the sockets of lower ranks until a connection succeeds. Collective."""
     rank, world, refusal = participant.rank, participant.world, unsupported()
-    statement = {**statement, "boot_id": None, "socket": None}
+    rank_info = {**rank_info, "boot_id": None, "socket": None}
     with contextlib.suppress(OSError):
-        statement["boot_id"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        rank_info["boot_id"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     if world == 1:
-        return Colocation(refusal, [0], [statement])
+        return Colocation(refusal, [0], [rank_info])
     listener = obstacle = None
     with contextlib.ExitStack() as stack:
         if refusal is None:
             try:
                 listener, name = stack.enter_context(listening(f"host-{rank}"))
                 listener.setblocking(False)
-                statement["socket"] = name
+                rank_info["socket"] = name
             except OSError as error:
                 obstacle = f"cannot open a socket: {error.strerror}"
-        statements = participant.exchange("init", statement)
+        rank_infos = participant.exchange("init", rank_info)
         deadline = time.monotonic() + participant.timeout
 
         def find_obstacle(lower: int) -> str | None:
             remaining = max(0.0, deadline - time.monotonic())
-            return _find_connect_obstacle(statements[lower]["socket"], remaining)
+            return _find_connect_obstacle(rank_infos[lower]["socket"], remaining)
 
         def empty_queue() -> None:
             """Close queued connections, because unrelated processes may have filled the queue."""
@@ -63,23 +63,23 @@ def probe_colocation(participant: Participant, statement: dict[str, Any]) -> Col
                     for _ in range(BACKLOG):
                         listener.accept()[0].close()
 
-        leader = rank
+        first_rank = rank
         if rank > 0:
             obstacle = find_obstacle(0)
             lower = range(1, rank) if listener is not None else ()
             reachable = (peer for peer in lower if find_obstacle(peer) is None)
-            leader = 0 if obstacle is None else next(reachable, rank)
+            first_rank = 0 if obstacle is None else next(reachable, rank)
         if refusal is not None:
-            obstacle, leader = refusal, rank
+            obstacle, first_rank = refusal, rank
         draining = replace(participant, watch=empty_queue)
-        reports = draining.exchange("reach", {"leader": leader, "obstacle": obstacle})
+        reports = draining.exchange("reach", {"leader": first_rank, "obstacle": obstacle})
     obstacles = [report["obstacle"] for report in reports]
     unshared_reason = next(
         (f"rank {rank} {reason}" for rank, reason in enumerate(obstacles) if reason), None
     )
     if world > MAX_RANKS:
         unshared_reason = f"the group has {world} ranks; at most {MAX_RANKS} ranks can share memory"
-    return Colocation(unshared_reason, [report["leader"] for report in reports], statements)
+    return Colocation(unshared_reason, [report["leader"] for report in reports], rank_infos)
 
 
 def unsupported() -> str | None:

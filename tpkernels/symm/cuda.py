@@ -27,7 +27,7 @@ from tpkernels.symm import streams
 from tpkernels.symm.device import ABORTED, DeviceWorkspace, kernel_error
 from tpkernels.symm.exchange import Participant
 from tpkernels.symm.gpu_memory import GpuSegments, SymmetricBuffer, make_symmetric, make_workspace
-from tpkernels.symm.streams import SideStream
+from tpkernels.symm.streams import SideStreams
 
 _logger = logging.getLogger("tpkernels")
 
@@ -38,20 +38,20 @@ _GRACE_S = 5.0  # seconds that queued calls may run before an orderly close
 _ABORT_S = 5.0  # seconds that kernels may run after their waits have ended
 
 
-class Watch:
-    """Aborts the waits of kernels on ``spaces`` and raises the ``alarm`` when a peer is lost.
+class Watcher:
+    """Aborts the waits of kernels on ``workspaces`` and raises the ``alarm`` when a peer is lost.
 
-    No other code may use ``channel`` while the watch runs. No rank publishes RESULT in its call.
+    No other code may use ``channel`` while the watcher runs. No rank publishes RESULT in its call.
     """
 
     def __init__(
         self,
         channel: _C.host.Channel,
-        spaces: Sequence[DeviceWorkspace],
+        workspaces: Sequence[DeviceWorkspace],
         alarm: _C.calls.Alarm | None = None,
     ) -> None:
         self.error: TpkernelsError | None = None
-        self._channel, self._spaces, self._alarm = channel, spaces, alarm
+        self._channel, self._workspaces, self._alarm = channel, workspaces, alarm
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tpkernels-watch", daemon=True)
 
@@ -63,11 +63,11 @@ class Watch:
                 self.error = error
                 if self._alarm is not None:
                     self._alarm.raised = True
-                for space in tuple(self._spaces):
-                    space.abort(0 if error.peer is None else error.peer)
+                for workspace in tuple(self._workspaces):
+                    workspace.abort(0 if error.peer is None else error.peer)
                 return
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Watcher:
         self._thread.start()
         return self
 
@@ -91,14 +91,14 @@ class CudaWorkspace:
         variants: frozenset[str] = frozenset(),
     ) -> None:
         self.device, self._alarm, self._variants = device, alarm, variants
-        self.side = SideStream(device)
+        self.side_streams = SideStreams(device)
         self._participant, self._channel = participant, channel
         # All workspaces, including outgrown ones: a captured graph may use an outgrown workspace.
-        self.spaces: list[DeviceWorkspace] = []
+        self.workspaces: list[DeviceWorkspace] = []
         self.segments = GpuSegments()
         self._multicast: list[SymmetricBuffer] = []  # all buffers, including outgrown ones
         self._chaos: dict[str, Any] | None = None
-        self._watch = Watch(channel, self.spaces, alarm).__enter__()
+        self._watcher = Watcher(channel, self.workspaces, alarm).__enter__()
         self.event = streams.new_event(device)  #: after the last call outside a capture
         self._pid = os.getpid()
         self.used_in_graph = False  #: a graph contains calls of this group
@@ -110,7 +110,7 @@ class CudaWorkspace:
     @property
     def current(self) -> DeviceWorkspace:
         """Return the largest workspace."""
-        return self.spaces[-1]
+        return self.workspaces[-1]
 
     def grow(self, signals: int, buffer_bytes: int, reason: str | None = None) -> None:
         """Create a larger workspace. Collective; errors as in ``make_workspace``.
@@ -118,17 +118,17 @@ class CudaWorkspace:
         It has at least the requested size and at least twice the size of the previous workspace.
         All workspaces together therefore use less than twice the memory of the largest.
         """
-        if self.spaces:
+        if self.workspaces:
             signals, buffer_bytes = self.current.enlarged_size(signals, buffer_bytes)
-        space = make_workspace(self._participant, signals, buffer_bytes, self.device, reason)
+        workspace = make_workspace(self._participant, signals, buffer_bytes, self.device, reason)
         if self._chaos is not None:
-            space.set_chaos(**self._chaos)
-        self.spaces.append(space)
-        space.use_variants(self._variants)
-        self._alarm.watch(space.failure_flag_address)
+            workspace.set_chaos(**self._chaos)
+        self.workspaces.append(workspace)
+        workspace.use_variants(self._variants)
+        self._alarm.watch(workspace.failure_flag_address)
         # The watcher aborts only the workspaces that exist when it detects a lost peer.
-        if self._watch.error is not None:
-            raise self._watch.error
+        if self._watcher.error is not None:
+            raise self._watcher.error
 
     @property
     def multicast(self) -> torch.Tensor:
@@ -155,8 +155,8 @@ class CudaWorkspace:
         """Use these variants of ``direct`` and ``fused`` from the next call on; see
         `DeviceWorkspace.variants`."""
         self._variants = variants
-        for space in self.spaces:
-            space.use_variants(variants)
+        for workspace in self.workspaces:
+            workspace.use_variants(variants)
 
     def make_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Allocate a symmetric tensor for a user. Collective; errors as in ``make_symmetric``."""
@@ -166,8 +166,8 @@ class CudaWorkspace:
         """Set the limit of waits in kernels, from the next call on. Captured graphs keep the limit
         of their capture."""
         self._participant = replace(self._participant, timeout=seconds)
-        for space in self.spaces:
-            space.set_timeout(seconds)
+        for workspace in self.workspaces:
+            workspace.set_timeout(seconds)
 
     def check(self, description: str) -> None:
         """Raise the error of the first failed kernel or lost peer, if any.
@@ -175,20 +175,20 @@ class CudaWorkspace:
         Args:
             description: the call that performs this check, for the message.
         """
-        space = next((space for space in self.spaces if space.has_failed), None)
-        if space is None:
-            if self._watch.error is not None:
-                raise self._watch.error
+        workspace = next((workspace for workspace in self.workspaces if workspace.has_failed), None)
+        if workspace is None:
+            if self._watcher.error is not None:
+                raise self._watcher.error
             return
         if streams.is_captured(self.device):
             raise CaptureError(
                 f"an earlier call of group '{self._participant.group}' failed on the GPU (detected "
                 f"by {description}); end the capture, then call tpkernels.check for the error"
             )
-        failure = space.failure()
+        failure = workspace.failure()
         assert failure is not None  # has_failed was true
-        if self._watch.error is not None and failure[0] == ABORTED:
-            raise self._watch.error  # it names the cause
+        if self._watcher.error is not None and failure[0] == ABORTED:
+            raise self._watcher.error  # it names the cause
         raise kernel_error(
             failure,
             where=f"an earlier call of the group (detected by {description})",
@@ -225,7 +225,7 @@ class CudaWorkspace:
             if self._stream is not None:
                 try:
                     if kind is not None:
-                        self.side.join()  # so that the event covers work on the side streams
+                        self.side_streams.join()  # so that the event covers their work
                 finally:
                     assert self.event is not None  # a GPU has an event
                     self._order.end(self._stream, self.event)
@@ -250,8 +250,8 @@ class CudaWorkspace:
     def set_chaos(self, **switches: Any) -> None:
         """See ``DeviceWorkspace.set_chaos``."""
         self._chaos = switches
-        for space in self.spaces:
-            space.set_chaos(**switches)
+        for workspace in self.workspaces:
+            workspace.set_chaos(**switches)
 
     def close(self, reason: str, late: bool = False, culprit: int = -1) -> None:
         """Stop the watcher, notify the peers and abort the waits of queued kernels.
@@ -263,11 +263,11 @@ class CudaWorkspace:
         if self._is_forked():
             self._leak()
             return
-        self._watch.__exit__()
+        self._watcher.__exit__()
         self._channel.abandon(reason, late, culprit)
         self._order.groups.discard(self._participant.group)
-        for space in self.spaces:
-            self._alarm.unwatch(space.failure_flag_address)
+        for workspace in self.workspaces:
+            self._alarm.unwatch(workspace.failure_flag_address)
         ended = False
         try:
             self._abort(culprit)
@@ -287,8 +287,8 @@ class CudaWorkspace:
         return os.getpid() != self._pid
 
     def _abort(self, culprit: int) -> None:
-        for space in self.spaces:
-            space.abort(self._participant.rank if culprit < 0 else culprit)
+        for workspace in self.workspaces:
+            workspace.abort(self._participant.rank if culprit < 0 else culprit)
 
     def _await_kernels(self) -> bool:
         """Return whether the kernels have ended, after their waits were aborted."""
@@ -306,11 +306,11 @@ class CudaWorkspace:
                 self._participant.group,
                 self.device,
                 reason,
-                sum(space.nbytes for space in self.spaces),
+                sum(workspace.nbytes for workspace in self.workspaces),
             ),
         )
         return False
 
     def _leak(self) -> None:
-        for memory in (*self.spaces, self.segments, self._multicast):
+        for memory in (*self.workspaces, self.segments, self._multicast):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))

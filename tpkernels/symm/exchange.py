@@ -44,7 +44,7 @@ _CHECK_INTERVAL = 0.05  # s between checks for failure notices and changed messa
 
 
 @dataclass
-class Presence:
+class ExchangeState:
     """State of a rank that persists between the exchanges of its group."""
 
     address: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -53,7 +53,7 @@ class Presence:
     #: keys of the last confirmations by this rank, by purpose
     confirmed: dict[str, list[str]] = field(default_factory=dict)
 
-    def renew(self) -> Presence:
+    def renew(self) -> ExchangeState:
         """Return the state for the next group with the same keys. A new address keeps it from
         receiving notices to the previous group."""
         return replace(self, address=secrets.token_hex(8), addresses=[])
@@ -68,9 +68,9 @@ class Participant:
     rank: int
     world: int
     timeout: float
-    presence: Presence = field(default_factory=Presence)
+    exchange_state: ExchangeState = field(default_factory=ExchangeState)
     watch: Callable[[], None] | None = None  #: raises if a peer is lost; None: not watched yet
-    names: tuple[int, ...] = ()  #: rank numbers for errors, if the ranks belong to a larger group
+    group_ranks: tuple[int, ...] = ()  #: ranks in the larger group that these ranks belong to
     process_group: str = ""  #: name of the torch process group
     #: `HostWorkspace.exchange`, once the ranks share memory
     memory_exchange: Callable[[str, Any], list[Any]] | None = None
@@ -101,38 +101,38 @@ class Participant:
             attempt.give_up(error)
             raise
 
-    def name(self, rank: int) -> int:
-        """Return the number of a rank for errors."""
-        return self.names[rank] if self.names else rank
+    def group_rank(self, rank: int) -> int:
+        """Return the rank to name in errors: in the larger group, if the ranks belong to one."""
+        return self.group_ranks[rank] if self.group_ranks else rank
 
     def check_peers(self, purpose: str, *more_addresses: str) -> None:
         """Raise if a peer is lost or has sent a notice that it left."""
         if self.watch is not None:
             self.watch()
-        for address in (self.presence.address, *more_addresses):
+        for address in (self.exchange_state.address, *more_addresses):
             key = self._mailbox(address)
             if self.store.check([key]):
                 note = json.loads(self.store.get(key))
                 kind = CollectiveTimeoutError if note["late"] else PeerLostError
                 raise kind(
-                    f"{purpose} of group '{self.group}': rank {self.name(self.rank)} waited for "
-                    f"rank {note['rank']}, which failed: {note['why']}",
+                    f"{purpose} of group '{self.group}': rank {self.group_rank(self.rank)} waited "
+                    f"for rank {note['rank']}, which failed: {note['why']}",
                     peer=note["peer"],
                 )
 
     def notify_left(self, error: BaseException) -> None:
         """Notify all peers that this rank has left, whichever exchange or set-up they are in."""
-        addresses = enumerate(self.presence.addresses)
+        addresses = enumerate(self.exchange_state.addresses)
         self.notify((address for rank, address in addresses if rank != self.rank), error)
 
     def notify(self, addresses: Iterable[str], error: BaseException) -> None:
         """Notify the ranks at ``addresses`` that this rank has left with ``error``."""
         peer = error.peer if isinstance(error, TpkernelsError) else None
         note = {
-            "rank": self.name(self.rank),
+            "rank": self.group_rank(self.rank),
             "why": describe_error(error),
             "late": isinstance(error, CollectiveTimeoutError),
-            "peer": self.name(self.rank) if peer is None else peer,
+            "peer": self.group_rank(self.rank) if peer is None else peer,
         }
         with contextlib.suppress(RuntimeError):  # the store no longer exists
             for address in addresses:
@@ -151,14 +151,14 @@ class _Attempt:
         self.prefix = f"{participant.prefix}/{purpose}"
         self.keys = [f"{self.prefix}/{rank}" for rank in self.ranks]
         self.nonce = secrets.token_hex(8)
-        self.number = participant.presence.completed.get(purpose, 0)
+        self.number = participant.exchange_state.completed.get(purpose, 0)
         # Sets of messages that this rank has confirmed, by confirmation key.
         self.confirmed: dict[str, list[dict[str, Any]]] = {}
 
     def run(self) -> list[Any]:
         participant = self.participant
         message = {"nonce": self.nonce, "number": self.number, "value": self.value}
-        message["address"] = participant.presence.address
+        message["address"] = participant.exchange_state.address
         deadline = time.monotonic() + participant.timeout
         self.store.set(self.keys[participant.rank], json.dumps(message))
         (pause, max_pause), next_check = _PAUSES, 0.0
@@ -215,13 +215,13 @@ class _Attempt:
     def _complete(self, messages: list[dict[str, Any]]) -> None:
         """Record the result, and delete earlier confirmations. All ranks have reached this
         exchange, so no rank reads them any more."""
-        presence, rank = self.participant.presence, self.participant.rank
-        presence.addresses = [message["address"] for message in messages]
-        presence.completed[self.purpose] = self.number + 1
-        stale, needed = presence.confirmed.get(self.purpose, []), list[str]()
+        exchange_state, rank = self.participant.exchange_state, self.participant.rank
+        exchange_state.addresses = [message["address"] for message in messages]
+        exchange_state.completed[self.purpose] = self.number + 1
+        stale, needed = exchange_state.confirmed.get(self.purpose, []), list[str]()
         for key, confirmed in self.confirmed.items():
             (needed if confirmed is messages else stale).append(f"{key}/{rank}")
-        presence.confirmed[self.purpose] = needed
+        exchange_state.confirmed[self.purpose] = needed
         with contextlib.suppress(RuntimeError):  # the store does not support deletion
             for key in stale:
                 self.store.delete_key(key)
@@ -236,10 +236,12 @@ class _Attempt:
                 return False
             return last is None or self.store.check([f"{last}/{rank}"])
 
-        missing = participant.name(next((rank for rank in self.ranks if not has_arrived(rank)), 0))
+        missing = participant.group_rank(
+            next((rank for rank in self.ranks if not has_arrived(rank)), 0)
+        )
         return CollectiveTimeoutError(
             f"{self.purpose} of group '{participant.group}': rank "
-            f"{participant.name(participant.rank)} waited {participant.timeout:g} s for rank "
+            f"{participant.group_rank(participant.rank)} waited {participant.timeout:g} s for rank "
             f"{missing}, which did not arrive. All ranks of the group must make their first call, "
             "call tpkernels.init or create a communicator together.",
             peer=missing,

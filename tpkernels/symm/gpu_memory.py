@@ -192,14 +192,14 @@ def make_workspace(
     """
     rank, nbytes = participant.rank, region_bytes(participant.world, signals, buffer_bytes)
     buffer = make_symmetric(participant, nbytes, device, reason)
-    limits, space = (signals, buffer_bytes, participant.timeout), None
+    limits, workspace = (signals, buffer_bytes, participant.timeout), None
     try:
-        space = DeviceWorkspace(buffer.addresses, buffer.memory, rank, *limits, memory=buffer)
+        workspace = DeviceWorkspace(buffer.addresses, buffer.memory, rank, *limits, memory=buffer)
     except RuntimeError as error:
         reason = f"cannot allocate the state of a workspace: {error}"
     exchange_gpus(participant, reason)
-    assert space is not None  # otherwise all ranks would have raised
-    return space
+    assert workspace is not None  # otherwise all ranks would have raised
+    return workspace
 
 
 def exchange_gpus(
@@ -220,22 +220,22 @@ def exchange_gpus(
     gpus = [Gpu(*gpu) for _, *gpu in reports]
     first: dict[str, int] = {}  # rank on a GPU under MPS
     for rank, ((error, *_), gpu) in enumerate(zip(reports, gpus, strict=True)):
-        problem = None
+        obstacle = None
         if error is not None:
-            problem = f"cannot run on GPUs: rank {rank} {error}"
+            obstacle = f"cannot run on GPUs: rank {rank} {error}"
         elif gpu.kind != gpus[0].kind:
-            problem = (
+            obstacle = (
                 f"need the same kind of GPU on all ranks: rank 0 has {gpus[0].kind}, rank {rank} "
                 f"has {gpu.kind}"
             )
         elif gpu.under_mps and gpu.uuid and first.setdefault(gpu.uuid, rank) != rank:
-            problem = (
+            obstacle = (
                 f"cannot run: ranks {first[gpu.uuid]} and {rank} share GPU {gpu.uuid} under MPS, "
                 "and a kernel of one rank can fill the GPU while it waits for a kernel of the "
                 "other rank. Give each rank a separate GPU, or stop MPS"
             )
-        if problem is not None:
-            raise NotImplementedError(f"the kernels of group '{participant.group}' {problem}")
+        if obstacle is not None:
+            raise NotImplementedError(f"the kernels of group '{participant.group}' {obstacle}")
     return gpus
 
 

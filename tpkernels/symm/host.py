@@ -57,18 +57,20 @@ def is_crowded(pids: Sequence[int]) -> bool:
     return len(pids) > len(cores)
 
 
-def _make_channel(link: MappedArena, participant: Participant, capacity: int) -> _C.host.Channel:
-    crowded = is_crowded(link.pids)
+def _make_channel(
+    mapped_arena: MappedArena, participant: Participant, capacity: int
+) -> _C.host.Channel:
+    crowded = is_crowded(mapped_arena.pids)
     return _C.host.Channel(
-        link.arena,
+        mapped_arena.arena,
         participant.rank,
-        link.pidfds,
-        link.pids,
+        mapped_arena.pidfds,
+        mapped_arena.pids,
         timeout=participant.timeout,
         spin_us=_CROWDED_SPIN_US if crowded else _SPIN_US,
         yield_us=0.0 if crowded else _SPIN_US,
         capacity=capacity,
-        names=participant.names,
+        group_ranks=participant.group_ranks,
     )
 
 
@@ -102,7 +104,7 @@ class HostWorkspace:
         self._can_grow = True
         self.segments = HostSegments()
         self._chaos: dict[str, Any] | None = None
-        self._device: DeviceWorkspace | None = None
+        self._device_workspace: DeviceWorkspace | None = None
         self.alarm = _C.calls.Alarm()
         self.cuda_workspaces: dict[torch.device, CudaWorkspace] = {}  #: set by `open_cuda`
         self._variants: frozenset[str] = frozenset()
@@ -111,14 +113,14 @@ class HostWorkspace:
         self._region_bytes = -(-region // _HUGE_PAGE) * _HUGE_PAGE
         first = min(workspace_bytes, _FIRST_BUFFER)
         try:
-            link = make_arena(
+            mapped_arena = make_arena(
                 participant, "workspace", self._region_bytes, self._ranges_to_commit(0, first)
             )
         except MemoryError as error:
             hint = f"pass tpkernels.init a workspace_bytes smaller than {workspace_bytes}"
             raise MemoryError(f"{error}; {hint}") from None
-        self.channel = _make_channel(link, participant, first)
-        self._arena = link.arena
+        self.channel = _make_channel(mapped_arena, participant, first)
+        self._arena = mapped_arena.arena
         self._gpu_timeout = participant.timeout
 
     def set_timeouts(self, timeout: float, gpu_timeout: float) -> None:
@@ -127,8 +129,8 @@ class HostWorkspace:
         self.participant = replace(self.participant, timeout=timeout)
         self.channel.timeout = timeout
         self._gpu_timeout = gpu_timeout
-        for space in self.cuda_workspaces.values():
-            space.set_timeout(gpu_timeout)
+        for cuda_workspace in self.cuda_workspaces.values():
+            cuda_workspace.set_timeout(gpu_timeout)
 
     @property
     def epoch(self) -> int:
@@ -165,7 +167,7 @@ class HostWorkspace:
         error = find_memory_shortage(sum(size for _, size in ranges), self.participant.world)
         self._check_same_call(f"workspace growth to {new_capacity} bytes for {description}")
         error = error or self._commit(ranges)
-        report = None if error is None else f"rank {self.participant.name(rank)}: {error}"
+        report = None if error is None else f"rank {self.participant.group_rank(rank)}: {error}"
         errors = self.exchange("workspace growth", report)
         self._can_grow = not any(errors)
         if self._can_grow:
@@ -191,7 +193,9 @@ class HostWorkspace:
         """Return the ranges to commit before the buffers grow from ``begin`` to ``end`` bytes."""
         return _C.host.Channel.commit_ranges(self.participant.world, self._region_bytes, begin, end)
 
-    def device(self, signals: int, buffer_bytes: int, description: str) -> DeviceWorkspace:
+    def device_workspace(
+        self, signals: int, buffer_bytes: int, description: str
+    ) -> DeviceWorkspace:
         """Return the workspace of Triton kernels under the interpreter. Collective if it must grow.
 
         Args:
@@ -199,11 +203,11 @@ class HostWorkspace:
             buffer_bytes: minimum size of each data buffer.
             description: the call, for the message of a mismatch.
         """
-        if self._device is not None:
-            if self._device.holds(signals, buffer_bytes):
-                return self._device
-            signals = max(signals, self._device.signals)
-            buffer_bytes = max(buffer_bytes, self._device.buffer_bytes)
+        if self._device_workspace is not None:
+            if self._device_workspace.holds(signals, buffer_bytes):
+                return self._device_workspace
+            signals = max(signals, self._device_workspace.signals)
+            buffer_bytes = max(buffer_bytes, self._device_workspace.buffer_bytes)
         self._check_same_call(
             f"a kernel workspace of {signals} signals and {buffer_bytes} bytes for {description}"
         )
@@ -215,12 +219,12 @@ class HostWorkspace:
         with torch.inference_mode(False):  # it outlives the mode of this call
             region = torch.frombuffer(regions[participant.rank], dtype=torch.uint8)
         addresses, limits = [region.address for region in regions], (signals, buffer_bytes)
-        self._device = DeviceWorkspace(
+        self._device_workspace = DeviceWorkspace(
             addresses, region, participant.rank, *limits, participant.timeout, memory=regions
         )
         if self._chaos is not None:
-            self._device.set_chaos(**self._chaos)
-        return self._device
+            self._device_workspace.set_chaos(**self._chaos)
+        return self._device_workspace
 
     def open_cuda(self, device: torch.device, kernels: str, reason: str | None) -> None:
         """Set up GPU kernels. Collective.
@@ -247,27 +251,27 @@ class HostWorkspace:
         """Use these variants on GPUs. They must be equal on all ranks; see
         `DeviceWorkspace.variants`."""
         self._variants = variants
-        for space in self.cuda_workspaces.values():
-            space.use_variants(variants)
+        for cuda_workspace in self.cuda_workspaces.values():
+            cuda_workspace.use_variants(variants)
 
     def _make_cuda(self, device: torch.device, reason: str | None) -> CudaWorkspace:
-        link = self._make_linked_arena(
+        mapped_arena = self._make_mapped_arena(
             "watch", _C.host.Channel.region_bytes(self.participant.world, PAGE)
         )
-        channel = _make_channel(link, self.participant, PAGE)
+        channel = _make_channel(mapped_arena, self.participant, PAGE)
         channel.begin(1, "the setup of kernels on GPUs")
         channel.barrier()
-        space = CudaWorkspace(
+        cuda_workspace = CudaWorkspace(
             self._watched_participant(), channel, device, self.alarm, self._variants
         )
         try:
-            space.grow(_FIRST_SIGNALS, _FIRST_BYTES, reason)
+            cuda_workspace.grow(_FIRST_SIGNALS, _FIRST_BYTES, reason)
         except BaseException:
-            space.close("a failed setup of kernels on GPUs")
+            cuda_workspace.close("a failed setup of kernels on GPUs")
             raise
-        return space
+        return cuda_workspace
 
-    def cuda(
+    def cuda_workspace(
         self, device: torch.device, signals: int, buffer_bytes: int, description: str
     ) -> CudaWorkspace:
         """Return the GPU workspace. Collective if it must grow. Requires an earlier `open_cuda`.
@@ -282,22 +286,24 @@ class HostWorkspace:
             CaptureError: the workspace must grow, but a graph is being captured.
             WorkspaceMemoryError: on all ranks, if any rank lacks the memory.
         """
-        space = self.cuda_workspaces[device]
-        if not space.current.holds(signals, buffer_bytes):
+        cuda_workspace = self.cuda_workspaces[device]
+        if not cuda_workspace.current.holds(signals, buffer_bytes):
             resource = f"a GPU workspace of {signals} signals and {buffer_bytes} bytes"
             self._grow_on_gpu(
-                device, resource, description, partial(space.grow, signals, buffer_bytes)
+                device, resource, description, partial(cuda_workspace.grow, signals, buffer_bytes)
             )
-        return space
+        return cuda_workspace
 
     def multicast(self, device: torch.device, nbytes: int, description: str) -> CudaWorkspace:
         """Return the GPU workspace with at least ``nbytes`` for torch multimem ops. Errors as in
-        `cuda`."""
-        space = self.cuda_workspaces[device]
-        if space.multicast.numel() < nbytes:
+        `cuda_workspace`."""
+        cuda_workspace = self.cuda_workspaces[device]
+        if cuda_workspace.multicast.numel() < nbytes:
             resource = f"{nbytes} bytes of multicast memory"
-            self._grow_on_gpu(device, resource, description, partial(space.grow_multicast, nbytes))
-        return space
+            self._grow_on_gpu(
+                device, resource, description, partial(cuda_workspace.grow_multicast, nbytes)
+            )
+        return cuda_workspace
 
     def _grow_on_gpu(
         self, device: torch.device, resource: str, description: str, grow: Callable[[], None]
@@ -316,13 +322,13 @@ class HostWorkspace:
     def check_kernels(self, description: str) -> None:
         """Raise the error of a failed GPU kernel, if any. ``description`` names the call that
         detected it."""
-        for space in self.cuda_workspaces.values():
-            space.check(description)
+        for cuda_workspace in self.cuda_workspaces.values():
+            cuda_workspace.check(description)
 
     def check(self) -> None:
         """Wait for queued GPU kernels, then raise the error of a failed kernel or a lost peer."""
-        for space in self.cuda_workspaces.values():
-            space.wait()
+        for cuda_workspace in self.cuda_workspaces.values():
+            cuda_workspace.wait()
         self.check_kernels("tpkernels.check")
         self.channel.check_peers()
 
@@ -395,12 +401,12 @@ class HostWorkspace:
     def _make_extra_arena(self, purpose: str, nbytes: int) -> _C.host.Arena:
         """Create an arena in addition to the arena of the channel. Collective. Closes the pidfds,
         because the channel already watches the ranks."""
-        link = self._make_linked_arena(purpose, nbytes)
-        for pidfd in link.pidfds:
+        mapped_arena = self._make_mapped_arena(purpose, nbytes)
+        for pidfd in mapped_arena.pidfds:
             os.close(pidfd)
-        return link.arena
+        return mapped_arena.arena
 
-    def _make_linked_arena(self, purpose: str, nbytes: int) -> MappedArena:
+    def _make_mapped_arena(self, purpose: str, nbytes: int) -> MappedArena:
         """Create an arena within the current call. Collective."""
         region = round_up(nbytes, PAGE)
         return make_arena(self._watched_participant(), purpose, region, [(0, region)])
@@ -451,29 +457,29 @@ class HostWorkspace:
         protocol (negative controls)."""
         self._chaos = switches
         self.channel.set_chaos(**switches)
-        if self._device is not None:
-            self._device.set_chaos(**switches)
-        for space in self.cuda_workspaces.values():
-            space.set_chaos(**switches)
+        if self._device_workspace is not None:
+            self._device_workspace.set_chaos(**switches)
+        for cuda_workspace in self.cuda_workspaces.values():
+            cuda_workspace.set_chaos(**switches)
 
     def abandon(self, reason: str, late: bool = False, culprit: int = -1) -> None:
         """Abandon the calls of this rank after an error, and notify waiting peers."""
         self.channel.abandon(reason, late, culprit)
-        for space in self.cuda_workspaces.values():
-            space.close(reason, late, culprit)
+        for cuda_workspace in self.cuda_workspaces.values():
+            cuda_workspace.close(reason, late, culprit)
         self.cuda_workspaces.clear()
 
     def leave(self) -> None:
         """Abort the waits of queued kernels, because the process exits."""
-        for space in self.cuda_workspaces.values():
-            space.leave()
+        for cuda_workspace in self.cuda_workspaces.values():
+            cuda_workspace.leave()
 
     def close(self) -> None:
         """Release the memory. It is freed with its last view. First wait, within limits, for queued
         kernels: the kernels of peers depend on them."""
-        for space in self.cuda_workspaces.values():
-            space.drain()
+        for cuda_workspace in self.cuda_workspaces.values():
+            cuda_workspace.drain()
         self.abandon("tpkernels.finalize")
         self._bases.clear()
         self.segments.clear()
-        self._device = None
+        self._device_workspace = None

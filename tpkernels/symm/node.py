@@ -23,7 +23,7 @@ from itertools import pairwise
 from tpkernels import _C
 from tpkernels.common.text import describe_error
 from tpkernels.symm.colocation import MAX_RANKS
-from tpkernels.symm.exchange import Participant, Presence
+from tpkernels.symm.exchange import ExchangeState, Participant
 from tpkernels.symm.host import HostWorkspace
 
 
@@ -72,27 +72,27 @@ class Node:
         if not self.needs_growth(nbytes):  # a different thread has grown them
             return None
         try:
-            refused = self.workspace.grow(nbytes, description)
+            warning = self.workspace.grow(nbytes, description)
         except BaseException as failure:
             # The ranks of other hosts wait in the exchange below.
             self.participant.notify_left(failure)
             raise
-        reports = self.participant.exchange("workspace growth", (refused, self.channel.capacity))
-        refusals = [refused for refused, _ in reports if refused is not None]
-        if refusals:
+        reports = self.participant.exchange("workspace growth", (warning, self.channel.capacity))
+        warnings = [warning for warning, _ in reports if warning is not None]
+        if warnings:
             self.limit = min(capacity for _, capacity in reports)
-        return refusals[0] if refusals else None
+        return warnings[0] if warnings else None
 
 
 def make_node(
-    participant: Participant, workspace_bytes: int, leaders: Sequence[int]
+    participant: Participant, workspace_bytes: int, first_ranks: Sequence[int]
 ) -> tuple[Node | None, str | None]:
     """Create the nodes of a group. Collective.
 
     Args:
         participant: this rank in the full group.
         workspace_bytes: maximum size of a data buffer.
-        leaders: first rank on the host of each rank, see `Colocation`.
+        first_ranks: first rank on the host of each rank, see `Colocation`.
 
     Returns:
         (node, None), or (None, reason) on all ranks if the group cannot have nodes.
@@ -101,18 +101,20 @@ def make_node(
         CollectiveTimeoutError: a rank did not arrive in time.
         PeerLostError: a rank left.
     """
-    hosts = find_hosts(leaders)
+    hosts = find_hosts(first_ranks)
     if isinstance(hosts, str):
         return None, hosts
     host = next(i for i, ranks in enumerate(hosts) if participant.rank in ranks)
-    ranks, presence = hosts[host], participant.presence
+    ranks, exchange_state = hosts[host], participant.exchange_state
     local = replace(
         participant,
         group=f"{participant.group}, host of rank {ranks.start}",
         rank=participant.rank - ranks.start,
         world=len(ranks),
-        presence=Presence(presence.address, [presence.addresses[rank] for rank in ranks]),
-        names=tuple(ranks),
+        exchange_state=ExchangeState(
+            exchange_state.address, [exchange_state.addresses[rank] for rank in ranks]
+        ),
+        group_ranks=tuple(ranks),
     )
     workspace = error = None
     try:
@@ -142,21 +144,21 @@ def find_hierarchical_obstacle(sizes: Sequence[int]) -> str | None:
     return hosts if isinstance(hosts, str) else None
 
 
-def find_hosts(leaders: Sequence[int]) -> tuple[range, ...] | str:
+def find_hosts(first_ranks: Sequence[int]) -> tuple[range, ...] | str:
     """Return the ranks of each host, or the reason why `hierarchical` does not support the group.
 
     Args:
-        leaders: first rank on the host of each rank.
+        first_ranks: first rank on the host of each rank.
     """
-    firsts = sorted(set(leaders))
-    hosts = tuple(range(first, end) for first, end in pairwise([*firsts, len(leaders)]))
+    firsts = sorted(set(first_ranks))
+    hosts = tuple(range(first, end) for first, end in pairwise([*firsts, len(first_ranks)]))
     for ranks in hosts:
         for rank in ranks:
-            if leaders[rank] != ranks.start:
+            if first_ranks[rank] != ranks.start:
                 return (
                     "needs consecutive ranks on each host; "
-                    f"rank {rank} shares a host with rank {leaders[rank]}, but rank {ranks.start}, "
-                    "which is between them, does not"
+                    f"rank {rank} shares a host with rank {first_ranks[rank]}, but rank "
+                    f"{ranks.start}, which is between them, does not"
                 )
     if len(hosts) == 1:
         return "is for groups that span hosts, but all ranks of this group are on one host"

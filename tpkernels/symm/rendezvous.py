@@ -196,9 +196,9 @@ class _ArenaSetup:
             if user != os.geteuid():
                 raise PeerLostError(
                     f"setup of group '{participant.group}': the process on the socket of rank 0 "
-                    f"runs as user {user}, but rank {participant.name(participant.rank)} runs as "
-                    f"user {os.geteuid()}",
-                    peer=participant.name(0),
+                    f"runs as user {user}, but rank {participant.group_rank(participant.rank)} "
+                    f"runs as user {os.geteuid()}",
+                    peer=participant.group_rank(0),
                 )
             pidfd = _C.host.open_pidfd(os.getpid())
             try:
@@ -259,7 +259,7 @@ class _ArenaSetup:
     def peer_errors(self, peer: int) -> Iterator[None]:
         """Convert socket errors to errors of this package that name ``peer``."""
         participant = self.participant
-        rank, peer = participant.name(participant.rank), participant.name(peer)
+        rank, peer = participant.group_rank(participant.rank), participant.group_rank(peer)
         prefix = f"setup of group '{participant.group}': rank {rank} waited for rank {peer}"
         try:
             yield

@@ -96,7 +96,7 @@ def new_event(device: torch.device) -> torch.cuda.Event | None:
     return torch.cuda.Event() if device.type == "cuda" else None
 
 
-class SideStream:
+class SideStreams:
     """Streams of ``device`` that a call forks from the current stream and joins to it.
 
     Two streams copy and alternate: while one stream copies, the other waits for the next signal.

@@ -66,7 +66,7 @@ struct PlantedFault {
 // Returns the argument as changed by the planted fault.
 template <class T>
 T corrupt(T argument) {
-  if constexpr (std::is_same_v<T, Space>) {
+  if constexpr (std::is_same_v<T, Workspace>) {
     if (planted.kind != "stale parity") return argument;
     argument.buffers_offset += argument.buffer_stride;
     argument.buffer_stride = -argument.buffer_stride;

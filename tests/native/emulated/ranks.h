@@ -22,7 +22,8 @@ struct Memory {
 
   u64 begin() const { return (reinterpret_cast<u64>(region.data()) + 127) / 128 * 128; }
 
-  Space space(int rank, const std::vector<u64>& regions, int signals, const Switches& switches) {
+  Workspace workspace(int rank, const std::vector<u64>& regions, int signals,
+                      const Switches& switches) {
     return {regions.data(),
             state.data(),
             control,

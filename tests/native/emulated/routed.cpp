@@ -19,7 +19,7 @@ float value(int call, int token, u64 i) {
 void run_rank(int rank, std::vector<Rank>& ranks, const std::vector<u64>& regions,
               const Switches& switches) {
   Rank& local = ranks[rank];
-  Space space = local.space(rank, regions, kSignals, switches);
+  Workspace workspace = local.workspace(rank, regions, kSignals, switches);
   const int n = kTokenOffsets[kWorld] * kK;
   for (int call = 0; call < kCalls; ++call) {
     const u64 row = call % 3 == 0 ? 200 : call % 3 == 1 ? 203 : 5, max_rows = call % 4 == 3 ? 4 : n;
@@ -48,7 +48,7 @@ void run_rank(int rank, std::vector<Rank>& ranks, const std::vector<u64>& region
     std::fill(out, out + max_rows * row, 77.0f);
     std::vector<float> weights(num_local_tokens * kK);
     for (u64 i = 0; i < weights.size(); ++i) weights[i] = 0.3f + (first_token * kK + i) % 5;
-    space.signature = 7 + 2 * call;
+    workspace.signature = 7 + 2 * call;
     Routed args{x,
                 out,
                 permutation.data(),
@@ -60,7 +60,7 @@ void run_rank(int rank, std::vector<Rank>& ranks, const std::vector<u64>& region
                 max_rows,
                 row,
                 kF32};
-    emulated::run({kBlocks, 2}, 2, [&] { routed_dispatch(space, args); });
+    emulated::run({kBlocks, 2}, 2, [&] { routed_dispatch(workspace, args); });
     for (u64 r = 0; r < max_rows; ++r)
       for (u64 i = 0; i < row; ++i)
         local.wrong +=
@@ -69,10 +69,10 @@ void run_rank(int rank, std::vector<Rank>& ranks, const std::vector<u64>& region
     for (u64 r = 0; r < local_rows; ++r)
       for (u64 i = 0; i < row; ++i)
         out[r * row + i] *= expert[permutation[rank_offsets[rank] + r]] + 2;
-    ++space.signature;
+    ++workspace.signature;
     args.x = out;
     args.out = y;
-    emulated::run({kBlocks, 2}, 2, [&] { routed_combine(space, args); });
+    emulated::run({kBlocks, 2}, 2, [&] { routed_combine(workspace, args); });
     for (int t = 0; t < num_local_tokens; ++t)
       for (u64 i = 0; i < row; ++i) {
         float sum = 0;

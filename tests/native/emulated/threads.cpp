@@ -22,18 +22,18 @@ void launch(int blocks, const std::function<void()>& kernel) {
 // Returns x[i] of a rank in a call. Small enough to be exact in any dtype.
 float value(int call, int rank, u64 i) { return static_cast<float>((call + 2 * rank + i) % 7); }
 
-void all_reduce(Rank& local, const Space& space, int call) {
+void all_reduce(Rank& local, const Workspace& workspace, int call) {
   const int variant = (call - call / 4) % 3;
   const u64 segment = variant == 1 ? kCount : (kCount / kWorld + 64) / 64 * 64;
   const u64 slot = (segment * 4 + 255) / 256 * 256;
   alignas(16) float x[kCount], out[kCount];
-  for (u64 i = 0; i < kCount; ++i) x[i] = value(call, space.rank, i);
+  for (u64 i = 0; i < kCount; ++i) x[i] = value(call, workspace.rank, i);
   const AllReduce args{x,       out,  kCount,       kF32, {nullptr, 1, nullptr, kF32, kF32},
                        segment, slot, kWorld * slot};
   launch(kBlocks, [&] {
-    if (variant == 0) return two_shot_all_reduce(space, args);
-    if (variant == 1) return ll_all_reduce(space, args);
-    ll_two_shot_all_reduce(space, args);
+    if (variant == 0) return two_shot_all_reduce(workspace, args);
+    if (variant == 1) return ll_all_reduce(workspace, args);
+    ll_two_shot_all_reduce(workspace, args);
   });
   for (u64 i = 0; i < kCount; ++i) {
     float sum = 0;
@@ -43,59 +43,60 @@ void all_reduce(Rank& local, const Space& space, int call) {
 }
 
 // Runs two calls in sequence that send no signal after reading the buffers.
-void reduce_scatters(Rank& local, const Space& space, int call) {
+void reduce_scatters(Rank& local, const Workspace& workspace, int call) {
   const int starts[] = {0, kRows, 2 * kRows, kTotalRows};
   alignas(16) float x[kTotalRows], out[kRows];
   for (int step = 0; step < 2; ++step) {
-    for (int i = 0; i < kTotalRows; ++i) x[i] = value(call + step, space.rank, i);
+    for (int i = 0; i < kTotalRows; ++i) x[i] = value(call + step, workspace.rank, i);
     const Shards shards{x, out, starts, 1, kF32, 4 * kRows, {nullptr, 1, nullptr, kF32, kF32}};
-    launch(kBlocks, [&] { one_shot_reduce_scatter(space, shards); });
+    launch(kBlocks, [&] { one_shot_reduce_scatter(workspace, shards); });
     for (int i = 0; i < kRows; ++i) {
       float sum = 0;
-      for (int r = 0; r < kWorld; ++r) sum += value(call + step, r, space.rank * kRows + i);
+      for (int r = 0; r < kWorld; ++r) sum += value(call + step, r, workspace.rank * kRows + i);
       local.wrong += out[i] != sum;
     }
   }
 }
 
 // Runs a call of several launches. It copies one chunk per peer, at fixed addresses.
-void copies(Rank& local, const Space& space, int call) {
+void copies(Rank& local, const Workspace& workspace, int call) {
   const auto chunk = [&](int rank, int dst) {
-    return reinterpret_cast<u64*>(space.regions[rank] + kBuffersOffset) + 16 * dst;
+    return reinterpret_cast<u64*>(workspace.regions[rank] + kBuffersOffset) + 16 * dst;
   };
-  launch(1, [&] { call_begin(space, 1); });
+  launch(1, [&] { call_begin(workspace, 1); });
   local.wrong += local.state[kStateFlags] != 0;
   for (int dst = 0; dst < kWorld; ++dst) {
-    for (int i = 0; i < 16; ++i) chunk(space.rank, dst)[i] = 100 * call + 10 * space.rank + dst;
+    for (int i = 0; i < 16; ++i)
+      chunk(workspace.rank, dst)[i] = 100 * call + 10 * workspace.rank + dst;
   }
-  launch(1, [&] { call_publish(space, {-1, 1}); });
+  launch(1, [&] { call_publish(workspace, {-1, 1}); });
   for (int source = 0; source < kWorld; ++source) {
-    if (source == space.rank) continue;
-    launch(1, [&] { call_wait(space, {source, 1}); });
+    if (source == workspace.rank) continue;
+    launch(1, [&] { call_wait(workspace, {source, 1}); });
     for (int i = 0; i < 16; ++i) {
-      const u64 expected = 100 * call + 10 * source + space.rank;
-      local.wrong += chunk(source, space.rank)[i] != expected;
+      const u64 expected = 100 * call + 10 * source + workspace.rank;
+      local.wrong += chunk(source, workspace.rank)[i] != expected;
     }
   }
-  launch(1, [&] { call_flag(space, 0); });
+  launch(1, [&] { call_flag(workspace, 0); });
   local.wrong += local.state[kStateFlags] != kFlagSet;
-  launch(1, [&] { call_end(space, {}); });
+  launch(1, [&] { call_end(workspace, {}); });
 }
 
 void run_rank(int rank, std::vector<Rank>& ranks, const std::vector<u64>& regions,
               const Switches& switches) {
   Rank& local = ranks[rank];
-  Space space = local.space(rank, regions, kSignals, switches);
+  Workspace workspace = local.workspace(rank, regions, kSignals, switches);
   for (int call = 0; call < kCalls; ++call) {
-    space.signature = 7 + call;
+    workspace.signature = 7 + call;
     if (call % 4 == 3) {
-      copies(local, space, call);
+      copies(local, workspace, call);
     } else if (call % 8 == 4) {
-      reduce_scatters(local, space, call);
+      reduce_scatters(local, workspace, call);
     } else {
-      all_reduce(local, space, call);
+      all_reduce(local, workspace, call);
     }
-    if (call % 5 == 4) launch(1, [&] { call_barrier(space); });
+    if (call % 5 == 4) launch(1, [&] { call_barrier(workspace); });
   }
   local.wrong += local.state[kStateStatus] != 0;
 }

@@ -32,12 +32,12 @@ from tpkernels.algorithms.reduction import Reduction
 from tpkernels.common.integers import ceil_div, round_up
 from tpkernels.common.shards import shard_sizes
 from tpkernels.cuda import CopyCall, sum_partials
-from tpkernels.cuda.queued import queued
+from tpkernels.cuda.queued import require_workspace
 from tpkernels.groups.call import Call
 from tpkernels.local.matmul import local_matmul
 from tpkernels.local.memory import empty
 from tpkernels.local.weight import Weight
-from tpkernels.symm.streams import SideStream
+from tpkernels.symm.streams import SideStreams
 
 # Indices of the signals of a call, and their number. The first and the last signal (0 and 3) belong
 # to the call protocol.
@@ -50,21 +50,28 @@ def gather(call: Call, x: torch.Tensor, outputs: GatherOutputs) -> None:
     sizes, gathered = list(call.problem.shard_rows), outputs.gather_buffer(call, x)
     rows, row_bytes = as_rows(x.contiguous()), x.shape[-1] * x.element_size()
     with (
-        queued(call, x.device, _NUM_SIGNALS, ceil_div(max(sizes) * row_bytes, 2)) as workspace,
+        require_workspace(
+            call, x.device, _NUM_SIGNALS, ceil_div(max(sizes) * row_bytes, 2)
+        ) as cuda_workspace,
         CopyCall(
-            workspace.current, call.plan.signature, outputs.results, workspace.segments.find(x)
+            cuda_workspace.current,
+            call.plan.signature,
+            outputs.results,
+            cuda_workspace.segments.find(x),
         ) as copies,
     ):
         if outputs.gathered is not None:
             begin = sum(sizes[: copies.rank])
             as_rows(gathered).narrow(0, begin, rows.shape[0]).copy_(rows)
         peers, matmuls = call.peers_in_ring_order, outputs.matmul_args
-        gather_and_multiply(copies, workspace.side, peers, sizes, rows, as_rows(gathered), matmuls)
+        gather_and_multiply(
+            copies, cuda_workspace.side_streams, peers, sizes, rows, as_rows(gathered), matmuls
+        )
 
 
 def gather_and_multiply(
     copies: CopyCall,
-    side: SideStream,
+    side_streams: SideStreams,
     peers: Sequence[int],
     sizes: list[int],
     rows: torch.Tensor,
@@ -81,17 +88,17 @@ def gather_and_multiply(
     """
     offsets = [sum(sizes[:rank]) for rank in range(len(sizes))]
     serial = not all(isinstance(w, torch.Tensor) for w, _, _ in matmuls)
-    side.fork()
-    with side.current():
-        if copies.in_place is None:
+    side_streams.fork()
+    with side_streams.current():
+        if copies.segment is None:
             copies.put(rows, 0)
         copies.publish(DATA)
-    arrived = side.copied
+    arrived = side_streams.copied
     try:
         for owner, next_owner in zip((copies.rank, *peers), (*peers, None), strict=True):
             owner_rows = slice(offsets[owner], offsets[owner] + sizes[owner])
-            with side.chunk(serial=serial):
-                side.wait(arrived)
+            with side_streams.chunk(serial=serial):
+                side_streams.wait(arrived)
                 for w, bias, out in matmuls:
                     local_matmul(
                         rows if owner == copies.rank else gathered[owner_rows],
@@ -101,20 +108,22 @@ def gather_and_multiply(
                     )
             if next_owner is not None:
                 dst = gathered.narrow(0, offsets[next_owner], sizes[next_owner])
-                fetch(copies, side, next_owner, dst, 0)
-                arrived = side.copied
+                fetch(copies, side_streams, next_owner, dst, 0)
+                arrived = side_streams.copied
     finally:
-        side.join()
+        side_streams.join()
 
 
-def fetch(copies: CopyCall, side: SideStream, source: int, dst: torch.Tensor, offset: int) -> None:
+def fetch(
+    copies: CopyCall, side_streams: SideStreams, source: int, dst: torch.Tensor, offset: int
+) -> None:
     """Queue a copy from ``source`` that waits for its data signal.
 
     The wait overlaps with the previous copy.
     """
-    with side.next():
+    with side_streams.next():
         copies.await_signal(source, DATA)
-        with side.copying():
+        with side_streams.copying():
             copies.copy_from(source, dst, offset)
 
 
@@ -134,11 +143,11 @@ def reduce(call: Call, x: torch.Tensor, w: Weight, out: torch.Tensor, reduction:
         result_offset = round_up(nbytes, _ALIGNMENT)
         nbytes = result_offset + max(sizes) * columns * out.dtype.itemsize
     with (
-        queued(call, x.device, _NUM_SIGNALS, ceil_div(nbytes, 2)) as workspace,
-        CopyCall(workspace.current, call.plan.signature, [out]) as copies,
+        require_workspace(call, x.device, _NUM_SIGNALS, ceil_div(nbytes, 2)) as cuda_workspace,
+        CopyCall(cuda_workspace.current, call.plan.signature, [out]) as copies,
     ):
         partials = multiply_and_scatter(
-            copies, workspace.side, peers, sizes, rows, w, problem.dtype
+            copies, cuda_workspace.side_streams, peers, sizes, rows, w, problem.dtype
         )
         residual = None if reduction.residual is None else as_rows(reduction.residual)
         local_result = result
@@ -158,7 +167,7 @@ def reduce(call: Call, x: torch.Tensor, w: Weight, out: torch.Tensor, reduction:
 
 def multiply_and_scatter(
     copies: CopyCall,
-    side: SideStream,
+    side_streams: SideStreams,
     peers: Sequence[int],
     sizes: list[int],
     rows: torch.Tensor,
@@ -174,13 +183,13 @@ def multiply_and_scatter(
     offsets = [sum(sizes[:rank]) for rank in range(len(sizes))]
     row_bytes = columns * wire.itemsize
     partials = [empty((sizes[rank], columns), wire, rows.device) for _ in sizes]
-    side.fork()
+    side_streams.fork()
     try:
         # A copy is queued one matmul late: its source computes the awaited partial during the
         # previous iteration.
         for owner, source in zip((*peers, rank), (None, *reversed(peers)), strict=True):
             chunk = rows[offsets[owner] : offsets[owner] + sizes[owner]]
-            with side.chunk(serial=not isinstance(w, torch.Tensor)):
+            with side_streams.chunk(serial=not isinstance(w, torch.Tensor)):
                 if owner == rank:
                     local_matmul(chunk, w, partials[rank])
                 else:
@@ -188,7 +197,7 @@ def multiply_and_scatter(
                     local_matmul(chunk, w, copies.view(wire, shape, offsets[owner] * row_bytes))
                     copies.publish(DATA, owner)
             if source is not None:
-                fetch(copies, side, source, partials[source], offsets[rank] * row_bytes)
+                fetch(copies, side_streams, source, partials[source], offsets[rank] * row_bytes)
     finally:
-        side.join()
+        side_streams.join()
     return partials

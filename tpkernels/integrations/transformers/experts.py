@@ -25,14 +25,14 @@ def experts_forward(
             "experts_implementation='tpkernels' does not support the expert parallelism of "
             "transformers; call tpkernels.parallelize(model, mesh, expert_parallel=True) instead"
         )
-    routing = sort_assignments(top_k_index, top_k_weights, experts.num_experts)
+    assignments = sort_assignments(top_k_index, top_k_weights, experts.num_experts)
 
     def project(rows: torch.Tensor, name: str) -> torch.Tensor:
         w = getattr(experts, name)
         w = w if experts.is_transposed else w.transpose(1, 2)
-        return grouped_matmul(rows, w, routing.counts, getattr(experts, f"{name}_bias", None))
+        return grouped_matmul(rows, w, assignments.counts, getattr(experts, f"{name}_bias", None))
 
-    rows = permute_tokens(hidden_states, routing)
+    rows = permute_tokens(hidden_states, assignments)
     if experts.has_gate:
         inner = experts._apply_gate(project(rows, "gate_up_proj"))
     else:
@@ -40,7 +40,7 @@ def experts_forward(
     y = project(inner, "down_proj")
     if experts.has_post_expert_norm:
         y = experts.post_expert_norm(y)
-    return reduce_by_token(y, routing)
+    return reduce_by_token(y, assignments)
 
 
 def _register() -> None:

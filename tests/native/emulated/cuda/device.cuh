@@ -148,15 +148,15 @@ inline void store_line_sys(Line* dst, Line line) {
   }
 }
 
-inline float float_of(unsigned bits) { return host::scalar::float_of(bits); }
-inline unsigned bits_of(float value) { return host::scalar::bits_of(value); }
+inline float bits_to_float(unsigned bits) { return host::scalar::bits_to_float(bits); }
+inline unsigned float_to_bits(float value) { return host::scalar::float_to_bits(value); }
 inline float multiply(float a, float b) { return a * b; }
 inline float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
 inline float divide(float a, float b) { return a / b; }
 inline float square_root(float value) { return std::sqrt(value); }
 inline float widen_f16(unsigned short half) { return host::scalar::f16_to_float(half); }
-inline unsigned short round_f16(float value) { return host::scalar::to_f16(value); }
-inline unsigned short round_bf16(float value) { return host::scalar::to_bf16(value); }
+inline unsigned short round_f16(float value) { return host::scalar::float_to_f16(value); }
+inline unsigned short round_bf16(float value) { return host::scalar::float_to_bf16(value); }
 
 // The calling thread stores the scratch synchronously.
 inline void fence_scratch() {}
