@@ -134,8 +134,8 @@ def inputs(
 def shard(model: nn.Module, name: str, full: torch.Tensor) -> torch.Tensor:
     """Return the local shard of an unsharded parameter, or of its gradient."""
     owner, _, parameter = name.rpartition(".")
-    splits = getattr(model.get_submodule(owner), "splits", {})
-    return splits[parameter].shard(full) if parameter in splits else full
+    shardings = getattr(model.get_submodule(owner), "shardings", {})
+    return shardings[parameter].shard(full) if parameter in shardings else full
 
 
 def find_mismatch(got: torch.Tensor | None, want: torch.Tensor, scale: float = 1e-12) -> str | None:
