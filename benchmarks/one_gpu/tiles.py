@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -25,8 +26,8 @@ SHAPES = {
     "square": ((8192, 8192, 8192),),
 }
 MAX_ERROR = 1e-2  # relative, of bf16 results
-MAX_SMALL_M = 64
-# block_m, block_n, block_k, num_warps and num_stages to time besides the config of the table.
+# Values of FIELDS to time besides the config of the table.
+FIELDS = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
 SMALL_M_BLOCKS = ((64, 32, 128, 4, 6), (64, 128, 128, 4, 4))
 LARGE_M_BLOCKS = ((128, 128, 64, 4, 5), (128, 256, 64, 8, 3), (128, 256, 64, 8, 4))
 
@@ -65,16 +66,9 @@ def _configs(device: torch.device, m: int, n: int) -> dict[str, MatmulConfig]:
     """Return configs by name: the config of the table, other blocks, and loads without TMA."""
     default = configs.config_for(device, torch.bfloat16, m, n)
     tried = {"table": default}
-    for blocks in SMALL_M_BLOCKS if m <= MAX_SMALL_M else LARGE_M_BLOCKS:
-        block_m, block_n, block_k, num_warps, num_stages = blocks
-        tried["/".join(map(str, blocks))] = replace(
-            default,
-            block_m=block_m,
-            block_n=block_n,
-            block_k=block_k,
-            num_warps=num_warps,
-            num_stages=num_stages,
-        )
+    for blocks in SMALL_M_BLOCKS if m <= configs.SMALL_M else LARGE_M_BLOCKS:
+        fields: dict[str, Any] = dict(zip(FIELDS, blocks, strict=True))
+        tried["/".join(map(str, blocks))] = replace(default, **fields)
     tried |= {f"group {rows}": replace(default, group_m=rows) for rows in (4, 16)}
     narrow = min(128, default.block_n)
     tried["no TMA"] = replace(default, tma=False, num_stages=3, block_n=narrow)

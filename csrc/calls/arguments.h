@@ -58,7 +58,8 @@ class Arguments {
   std::string op_;
   std::vector<Argument> arguments_;
   pybind11::object cls_;
-  std::vector<std::pair<int, pybind11::object>> fields_;  // of `cls`: slot, or -1 and default
+  // For each field of `cls_`: its slot, or -1 and a default.
+  std::vector<std::pair<int, pybind11::object>> fields_;
   Py_ssize_t positional_ = 0;
   int group_ = -1;
 };

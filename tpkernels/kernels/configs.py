@@ -25,7 +25,7 @@ from tpkernels.kernels.bound import BoundKernel, WithScratch
 from tpkernels.kernels.signals import INTERPRETED
 
 _TMA_ALIGNMENT = 16  # bytes, for addresses and strides
-_SMALL_M = 64
+SMALL_M = 64  # max rows of the configs for small M
 TRITON = major_minor(triton)
 _STORING_WARPS = 8  # warps that a specialized loop needs to store tiles without spills
 _SUM_ELEMENTS = 16  # elements of a reduction that a thread keeps in registers
@@ -251,7 +251,7 @@ def config_for(device: torch.device, dtype: torch.dtype, rows: int, columns: int
     # Devices of 12.0 and later use the matrix instructions of 8.0. Like 8.6 and 8.9, they have
     # 99 KiB of shared memory per block; the configs of 8.0 need at most 80 KiB.
     base_arch = 80 if capability >= 120 else max(arch for arch, _, _ in TABLE if arch <= capability)
-    small = rows <= _SMALL_M
+    small = rows <= SMALL_M
     config = TABLE[base_arch, dtype.itemsize, small]
     config = replace(config, programs=config.programs or programs)
     if small or dtype.itemsize != 2 or capability != 90:  # smaller tiles were measured on 9.0 only

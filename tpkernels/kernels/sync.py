@@ -75,10 +75,8 @@ STATE_EPOCH, STATE_ENDED = tl.constexpr(device.EPOCH), tl.constexpr(device.ENDED
 STATE_STATUS, STATE_PEER = tl.constexpr(device.STATUS), tl.constexpr(device.PEER)
 STATE_EXPECTED, STATE_SEEN = tl.constexpr(device.EXPECTED), tl.constexpr(device.SEEN)
 STATE_CLOCK, STATE_LOST = tl.constexpr(device.CLOCK), tl.constexpr(device.LOST)
-STATE_LAST_CHECK, CHECK_INTERVAL_NS = (
-    tl.constexpr(device.LAST_CHECK),
-    tl.constexpr(device.CHECK_INTERVAL_NS),
-)
+STATE_LAST_CHECK = tl.constexpr(device.LAST_CHECK)
+CHECK_INTERVAL_NS = tl.constexpr(device.CHECK_INTERVAL_NS)
 LAST_EPOCH = tl.constexpr(device.LAST_EPOCH)
 ABORT, FAILED = tl.constexpr(device.ABORT), tl.constexpr(device.FAILED)
 FAILED_MISMATCH, FAILED_TIMEOUT = tl.constexpr(device.MISMATCH), tl.constexpr(device.TIMEOUT)
