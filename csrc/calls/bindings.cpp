@@ -32,6 +32,16 @@ Tensor contiguous(const py::object& object) {
 }
 
 void bind_direct(py::module_& m) {
+  py::class_<host::SumTree, std::shared_ptr<host::SumTree>>(m, "SumTree")
+      .def(py::init<const std::vector<std::size_t>&, std::size_t, std::size_t>(), py::arg("sizes"),
+           py::arg("unit"), py::arg("rank"))
+      .def_property_readonly("max_nodes", &host::SumTree::max_nodes);
+  m.def(
+      "multiply_nodes",
+      [](const py::object& x, const py::object& w, const host::SumTree& tree) {
+        return multiply_nodes(contiguous(x), w, tree.local());
+      },
+      py::arg("x"), py::arg("w"), py::arg("tree"));
   py::class_<host::Routing, std::shared_ptr<host::Routing>>(m, "Routing")
       .def(py::init([](const py::object& topk_ids, std::vector<std::size_t> tokens,
                        const std::vector<std::size_t>& experts_per_rank) {
@@ -47,14 +57,16 @@ void bind_direct(py::module_& m) {
       .def(py::init([](const py::object& channel, std::shared_ptr<host::Segments> segments,
                        std::uint32_t signature, std::string description, const std::string& name,
                        host::ShardLayout layout, host::ShardLayout out_layout,
-                       std::size_t max_slice_numel) {
+                       std::size_t max_slice_numel, std::shared_ptr<host::SumTree> tree) {
              host::Shards shards{std::move(layout), std::move(out_layout), max_slice_numel};
              return std::make_shared<Collective>(channel, std::move(segments), signature,
-                                                 std::move(description), name, std::move(shards));
+                                                 std::move(description), name, std::move(shards),
+                                                 std::move(tree));
            }),
            py::arg("channel"), py::arg("segments"), py::arg("signature"), py::arg("description"),
            py::arg("name"), py::arg_v("layout", host::ShardLayout{}, "..."),
-           py::arg_v("out_layout", host::ShardLayout{}, "..."), py::arg("max_slice_numel") = 0)
+           py::arg_v("out_layout", host::ShardLayout{}, "..."), py::arg("max_slice_numel") = 0,
+           py::arg("tree") = py::none())
       .def(
           "run",
           [](const Collective& self, const py::object& x, const py::object& out,

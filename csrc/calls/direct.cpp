@@ -48,26 +48,28 @@ host::RmsNorm make_rms_norm(const Tensor& out, const Tensor& weight, double eps)
 
 Collective::Collective(const py::object& channel, std::shared_ptr<host::Segments> segments,
                        std::uint32_t signature, std::string description, const std::string& name,
-                       host::Shards shards)
+                       host::Shards shards, std::shared_ptr<const host::SumTree> tree)
     : channel_owner_(channel),
       channel_(channel.cast<host::Channel&>()),
       segments_(std::move(segments)),
       signature_(signature),
       description_(std::move(description)),
       shards_(std::move(shards)),
+      tree_(std::move(tree)),
       run_(host::collective(name, shards_)) {}
 
 void Collective::run(const Tensor& x, const Tensor& out, const host::Epilogue& epilogue,
                      const host::RmsNorm& norm, const host::Routing* routing,
                      const Tensor& weights) const {
   host::Source in{data_ptr(x)};
-  // Peers read `x` in place unless it is overwritten. An all-to-all always copies.
-  if (in.data != data_ptr(out) && shards_.out_layout.sizes.empty()) {
+  // Peers read `x` in place unless it is overwritten. An all-to-all and a tree always copy.
+  if (in.data != data_ptr(out) && shards_.out_layout.sizes.empty() && !tree_) {
     const auto address = reinterpret_cast<std::uintptr_t>(in.data);
     std::tie(in.segment, in.offset) = segments_->locate(address, num_bytes(x));
   }
-  const host::CollectiveArgs args{in,       data_ptr(out), num_elements(x), get_dtype(x),
-                                  epilogue, norm,          routing,         data_ptr(weights)};
+  const host::CollectiveArgs args{in,           data_ptr(out), num_elements(tree_ ? out : x),
+                                  get_dtype(x), epilogue,      norm,
+                                  tree_.get(),  routing,       data_ptr(weights)};
   const GilReleased released;
   run_(channel_, {signature_, description_}, args, shards_);
 }
@@ -154,7 +156,11 @@ py::object Direct::run(const Slots& slots, const Tensor& x) const {
   }
   if (get_optional(slots, residual_) != Py_None) residual = tensor(get_optional(slots, residual_));
   py::object out = in;
-  if (has_matmul_) {
+  if (has_matmul_ && collective_->tree()) {
+    out = empty_like(in, shape_);
+    in = multiply_nodes(x, slots[1], collective_->tree()->local());
+    partial = tensor(in);
+  } else if (has_matmul_) {
     in = linear(in, x, slots[1]);
     partial = tensor(in);
     out = collective_->keeps_shape() ? in : empty_like(in, shape_);  // may overwrite the partial

@@ -24,9 +24,10 @@ host::RmsNorm make_rms_norm(const Tensor& out, const Tensor& weight, double eps)
 class Collective {
  public:
   // `name` is an argument of host::collective(). Keeps the Python object `channel` alive.
+  // `tree` of an all-reduce: its input has the local nodes, [nodes, ...], instead of a partial sum.
   Collective(const pybind11::object& channel, std::shared_ptr<host::Segments> segments,
              std::uint32_t signature, std::string description, const std::string& name,
-             host::Shards shards);
+             host::Shards shards, std::shared_ptr<const host::SumTree> tree);
 
   // Requires contiguous tensors of supported dtypes, with the shapes in host/collectives.h.
   // Releases the GIL. Throws the errors of the channel. `out` of an all-reduce may be `x`; peers
@@ -38,7 +39,10 @@ class Collective {
   // Whether the tensor has a single shard, so that no data is exchanged.
   bool has_single_shard() const { return shards_.layout.sizes.size() == 1; }
   // Whether the output has the shape of the local input.
-  bool keeps_shape() const { return shards_.layout.sizes.empty() || has_single_shard(); }
+  bool keeps_shape() const {
+    return !tree_ && (shards_.layout.sizes.empty() || has_single_shard());
+  }
+  const host::SumTree* tree() const { return tree_.get(); }
 
  private:
   pybind11::object channel_owner_;
@@ -47,6 +51,7 @@ class Collective {
   std::uint32_t signature_;
   std::string description_;
   host::Shards shards_;
+  std::shared_ptr<const host::SumTree> tree_;
   host::Collective run_;
 };
 

@@ -227,8 +227,9 @@ MatmulKernel select_gemm_kernel_with_unit_stride(py::object* x, Tensor* rows, co
 
 // Computes out [rows, N] = x [rows, K] @ w + bias, rounded once. bias is fp32 [N] or has no data.
 // Releases the GIL.
+// With `tree`, out is the first node.
 void run(const Tensor& x, const Weight& w, const Tensor& out, const Tensor& bias,
-         const MatmulKernel& kernel) {
+         const MatmulKernel& kernel, const host::LocalSums* tree = nullptr) {
   Work work{};
   work.kernel = kernel;
   Matmul& gemm = work.gemm;
@@ -244,6 +245,8 @@ void run(const Tensor& x, const Weight& w, const Tensor& out, const Tensor& bias
   gemm.out_pitch = pitch(out, 0);
   gemm.group = w.group;
   gemm.bias = bias.data ? reinterpret_cast<const float*>(data_ptr(bias)) : nullptr;
+  gemm.tree = tree;
+  gemm.node_pitch = gemm.rows * gemm.out_pitch;
   const std::size_t blocks = (gemm.columns + work.kernel.columns - 1) / work.kernel.columns;
   work.row_chunks = num_row_chunks(work.kernel, gemm.rows, blocks);
   const std::size_t block_bytes =
@@ -372,6 +375,36 @@ py::object linear(const py::object& object, const Tensor& x, const py::handle& w
   const py::object result = matmul(object.attr("flatten")(0, -2), w);
   shape[last] = tensor(result).shape[1];
   return result.attr("view")(shape);
+}
+
+py::object multiply_nodes(const Tensor& x, const py::handle& w, const host::LocalSums& tree) {
+  static const Global float32("torch", "float32");
+  const auto dtype = py::reinterpret_borrow<py::object>(float32.value());
+  if (tree.nodes == 0) return empty(py::make_tuple(0), dtype);  // this rank holds no slice of K
+  Tensor weight_view{};
+  Weight weight{};
+  std::int64_t sizes[4], out_sizes[4];
+  const Tensor rows = flatten(x, sizes);
+  const bool packed = read(w.ptr(), &weight_view) && read_weight(weight_view, rows, &weight) &&
+                      weight.packed() && weight.k == rows.shape[1];
+  const auto k = static_cast<std::size_t>(weight.k), unit = tree.unit;
+  if (!packed || (k + unit - 1) / unit != tree.steps.size() ||
+      unit % (weight.group ? weight.group : host::kGroupBytes / size_of(weight.dtype)) != 0) {
+    throw std::invalid_argument(
+        "a sum by a tree needs a packed weight that fits x, and units of complete groups");
+  }
+  py::tuple shape(static_cast<std::size_t>(x.ndim) + 1);
+  shape[0] = tree.nodes;
+  for (int i = 0; i + 1 < x.ndim; ++i) shape[static_cast<std::size_t>(i) + 1] = x.shape[i];
+  shape[static_cast<std::size_t>(x.ndim)] = weight.n;
+  py::object out = empty(shape, dtype);
+  const MatmulKernel kernel = select_gemm_kernel(
+      rows, weight, DType::kF32, {static_cast<std::size_t>(rows.shape[0]), std::size_t{0}});
+  if (!kernel.multiply) return out;  // no rows
+  Tensor first_node = flatten(tensor(out), out_sizes);
+  out_sizes[0] = rows.shape[0];
+  run(rows, weight, first_node, {}, kernel, &tree);
+  return out;
 }
 
 py::object make_columns_kernel(py::object run) {

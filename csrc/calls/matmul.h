@@ -50,6 +50,11 @@ pybind11::object matmul(const pybind11::object& x, const pybind11::handle& w);
 // the matmul, no torch views are created.
 pybind11::object linear(const pybind11::object& object, const Tensor& x, const pybind11::handle& w);
 
+// Returns the fp32 nodes [nodes, ..., N] of x [..., K] @ w, for a packed weight. x is contiguous.
+// Throws std::invalid_argument if the operands do not fit.
+pybind11::object multiply_nodes(const Tensor& x, const pybind11::handle& w,
+                                const host::LocalSums& tree);
+
 // Returns a kernel of `column_matmul`. It handles packed weights without biases, and passes all
 // other calls, including invalid calls, to the Python function `run`.
 pybind11::object make_columns_kernel(pybind11::object run);

@@ -292,11 +292,14 @@ void all_reduce(Channel& channel, const CallId& call, const CollectiveArgs& args
   const auto rank = static_cast<std::size_t>(channel.rank());
   // With at most two ranks, one-shot moves no more data than two-shot.
   const bool one_shot = count * element <= kOneShotBytes || world <= 2;
-  // A buffer holds a chunk of the input, then the local slice of the result.
-  const std::size_t chunk_capacity = channel.capacity() * element / (element + out_element) - 128;
+  const auto num_nodes = [&](std::size_t r) { return args.tree ? args.tree->nodes(r) : 1; };
+  const std::size_t max_nodes = args.tree ? args.tree->max_nodes() : 1;
+  // A buffer holds a chunk of each node of the input, then the local slice of the result.
+  const std::size_t chunk_capacity =
+      channel.capacity() * element / (max_nodes * element + out_element) - 128;
   const std::size_t step = align_down(std::min(kChunkBytes * world, chunk_capacity)) / element;
   const bool stream = count * out_element >= kStreamBytes && !norm.out;
-  std::vector<const std::byte*> partials(world);
+  std::vector<const std::byte*> partials;  // the nodes of all ranks, in rank order
   std::size_t normalised_rows = 0;
   const auto normalise = [&](std::size_t complete) {
     if (!norm.out) return;
@@ -310,29 +313,42 @@ void all_reduce(Channel& channel, const CallId& call, const CollectiveArgs& args
     const std::size_t slice = one_shot ? n : ceil_div(ceil_div(n, world), 64) * 64;
     const auto slice_begin = [&](std::size_t r) { return std::min(n, r * slice); };
     const auto slice_count = [&](std::size_t r) { return slice_begin(r + 1) - slice_begin(r); };
-    const std::byte* source = in.data + begin * element;
+    const auto source = [&](std::size_t node) {
+      return in.data + (node * count + begin) * element;
+    };
     std::byte* buffer = channel.buffer(channel.rank());
-    const std::size_t result_offset = ceil_div(step * element, 64) * 64;
+    const std::size_t result_offset = ceil_div(max_nodes * step * element, 64) * 64;
     if (in.segment != 0) {
       channel.set_location(in.segment, in.offset + begin * element);
-    } else if (world == 1) {  // no peer reads the input
-    } else if (one_shot) {
-      share(channel, buffer, source, n * element);
-    } else {  // all slices except the local one
-      const std::size_t slice_end = slice_begin(rank + 1);
-      share(channel, buffer, source, slice_begin(rank) * element);
-      share(channel, buffer + slice_end * element, source + slice_end * element,
-            (n - slice_end) * element);
+    } else if (world > 1) {
+      for (std::size_t node = 0; node < num_nodes(rank); ++node) {
+        std::byte* const to = buffer + node * n * element;
+        if (one_shot) {
+          share(channel, to, source(node), n * element);
+        } else {  // all slices except the local one
+          const std::size_t slice_end = slice_begin(rank + 1);
+          share(channel, to, source(node), slice_begin(rank) * element);
+          share(channel, to + slice_end * element, source(node) + slice_end * element,
+                (n - slice_end) * element);
+        }
+      }
     }
     channel.publish(Phase::kData);
 
     const std::size_t first = one_shot ? 0 : slice_begin(rank);
     const std::size_t local_count = one_shot ? n : slice_count(rank);
-    for_each_peer(channel, [&](int peer) {
-      channel.wait(peer, Phase::kData);
-      partials[static_cast<std::size_t>(peer)] = channel.data(peer, n * element) + first * element;
-    });
-    partials[rank] = source + first * element;
+    for_each_peer(channel, [&](int peer) { channel.wait(peer, Phase::kData); });
+    partials.clear();
+    for (std::size_t r = 0; r < world; ++r) {
+      const std::size_t nodes = num_nodes(r);
+      const std::byte* const data = r == rank || nodes == 0
+                                        ? nullptr
+                                        : channel.data(static_cast<int>(r), nodes * n * element);
+      for (std::size_t node = 0; node < nodes; ++node) {
+        const std::byte* const from = r == rank ? source(node) : data + node * n * element;
+        partials.push_back(from + first * element);
+      }
+    }
     std::byte* dst = out + begin * out_element;
     std::byte* local_result = dst + first * out_element;
     const std::size_t block = one_shot && norm.out ? kNormBlockBytes / out_element : local_count;
@@ -341,7 +357,8 @@ void all_reduce(Channel& channel, const CallId& call, const CollectiveArgs& args
       const std::size_t element_begin = begin + first + offset;
       channel.sharing().timed([&] {
         sum_partials(local_result + offset * out_element, partials, args.dtype, element_begin, m,
-                     epilogue_from(epilogue, element_begin));
+                     epilogue_from(epilogue, element_begin),
+                     args.tree ? &args.tree->merges() : nullptr);
       });
       for (const std::byte*& partial : partials) partial += m * element;
       if (one_shot) normalise(begin + offset + m);

@@ -19,8 +19,9 @@
 // Invariant 2 (bounded memory): two data buffers suffice for tensors of any size, because a chunk
 // never exceeds a buffer.
 //
-// Invariant 3 (bitwise identical): sums run over ranks 0..W-1 in fp32 and round once. So one-shot
-// and two-shot results are bitwise identical, on every rank.
+// Invariant 3 (bitwise identical): sums run over ranks 0..W-1, or over the nodes of a tree
+// (sum_tree.h), in fp32 and round once. So one-shot and two-shot results are bitwise identical, on
+// every rank.
 //
 // Invariant 4 (symmetric tensors): peers read input in a symmetric tensor in place. The last chunk
 // ends with a `kRead` signal from every peer. The user may write to the tensor after that.
@@ -35,6 +36,7 @@
 
 #include "host/channel.h"
 #include "host/routing.h"
+#include "host/sum_tree.h"
 #include "host/vector.h"
 
 namespace tpkernels::host {
@@ -110,10 +112,11 @@ inline constexpr std::size_t kChunkBytes = 512 << 10;
 struct CollectiveArgs {
   Source in;
   std::byte* out;
-  std::size_t count;  // elements of the input
+  std::size_t count;  // elements of the input; of a node if there is a tree
   DType dtype;        // dtype of the input, and communication dtype
   Epilogue epilogue;  // applied after a sum
   RmsNorm norm{};
+  const SumTree* tree = nullptr;       // of an all-reduce: the input has the local fp32 nodes
   const Routing* routing = nullptr;    // for dispatch and combine
   const std::byte* weights = nullptr;  // for combine: [tokens, k], fp64 for fp64 rows, else fp32
 };

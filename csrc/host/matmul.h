@@ -18,9 +18,14 @@
 //
 // Invariant (bitwise reproducible): K and the kernel determine the summation order of a result. The
 // number of rows and columns has no influence.
+//
+// Sums by a tree (sum_tree.h), for packed weights: the results are the fp32 nodes of the local
+// slice of K. Then the split of K over the ranks has no influence either.
 #pragma once
 
 #include <cstddef>
+
+#include "host/sum_tree.h"
 
 namespace tpkernels::host {
 
@@ -41,6 +46,9 @@ struct Matmul {
   DType out_dtype{};
   const float* bias = nullptr;  // one per column; added before rounding
   std::size_t group = 0;        // int8 panels: elements of K that share a scale
+  // Null: one sum over K. Otherwise `out` has fp32 nodes, without bias.
+  const LocalSums* tree = nullptr;
+  std::size_t node_pitch = 0;  // bytes from one node of `out` to the next
 
   static constexpr std::size_t kMaxFewRows = 16;    // maximum rows of the in-place columns kernel
   static constexpr std::size_t kBlockColumns = 32;  // columns per block of that kernel

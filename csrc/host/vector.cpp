@@ -139,6 +139,8 @@ void multiply_tiles() {
   }
 }
 
+constexpr MatmulFn kVectorPanels = multiply_widened<DType::kBF16>;
+
 #include "host/tiles.inc"
 
 constexpr VectorUnit kTiledUnit = with_tiles(kUnit, "tiles", true, true);
@@ -287,7 +289,8 @@ const VectorUnit& find_unit(const std::string& name) {
 void use_unit(const VectorUnit& unit) { chosen.store(&unit, std::memory_order_release); }
 
 void sum_partials(void* out, const std::vector<const std::byte*>& partials, DType wire,
-                  std::size_t begin, std::size_t count, const Epilogue& epilogue) {
+                  std::size_t begin, std::size_t count, const Epilogue& epilogue,
+                  const std::vector<std::size_t>* merges) {
   const bool only_sums = !epilogue.bias && !epilogue.residual && epilogue.out_dtype == wire;
   if (partials.size() == 1 && only_sums) {
     if (out != partials[0]) std::memcpy(out, partials[0], count * size_of(wire));
@@ -298,19 +301,37 @@ void sum_partials(void* out, const std::vector<const std::byte*>& partials, DTyp
     return;
   }
   const VectorUnit& unit = vector_unit();
-  if (only_sums) {
+  if (only_sums && !merges) {
     unit.sum[static_cast<int>(wire)](out, partials.data(), partials.size(), count);
     return;
   }
   const auto load = unit.load[static_cast<int>(wire)];
   const auto add = unit.add[static_cast<int>(wire)];
   const auto store = unit.store[static_cast<int>(epilogue.out_dtype)];
-  alignas(64) float acc[kBlock];
+  alignas(64) float first_acc[kBlock];
+  std::vector<float> more_accs;  // for nodes above the first on the stack
+  const auto acc_at = [&](std::size_t depth) {
+    if (depth == 0) return first_acc;
+    if (more_accs.size() < depth * kBlock) more_accs.resize(depth * kBlock);
+    return more_accs.data() + (depth - 1) * kBlock;
+  };
+  float* const acc = first_acc;
   auto* to = static_cast<std::byte*>(out);
   for (std::size_t i = 0; i < count; i += kBlock) {
     const std::size_t n = std::min(kBlock, count - i);
-    load(acc, partials[0] + i * size_of(wire), n);
-    for (std::size_t r = 1; r < partials.size(); ++r) add(acc, partials[r] + i * size_of(wire), n);
+    std::size_t depth = 0;
+    for (std::size_t p = 0; p < partials.size(); ++p) {
+      const std::byte* const partial = partials[p] + i * size_of(wire);
+      const std::size_t count_merges = merges ? (*merges)[p] : std::size_t{p != 0};
+      if (count_merges == 0) {
+        load(acc_at(depth++), partial, n);
+      } else {
+        add(acc_at(depth - 1), partial, n);
+        for (std::size_t m = 1; m < count_merges; ++m, --depth) {
+          unit.add[0](acc_at(depth - 2), acc_at(depth - 1), n);
+        }
+      }
+    }
     if (epilogue.bias) {
       add_bias(begin + i, n, epilogue.cols,
                [&](std::size_t offset, std::size_t col, std::size_t len) {

@@ -97,9 +97,11 @@ struct Epilogue {
 };
 
 // out[i] = round(sum over r of partial_r[i], in rank order, + bias[(begin + i) % cols] +
-// residual[i]). `begin` is the index of out[0] in the full output.
+// residual[i]). `begin` is the index of out[0] in the full output. With `merges` of sum_tree.h, the
+// partials are fp32 nodes, and the tree determines the order.
 void sum_partials(void* out, const std::vector<const std::byte*>& partials, DType wire,
-                  std::size_t begin, std::size_t count, const Epilogue& epilogue);
+                  std::size_t begin, std::size_t count, const Epilogue& epilogue,
+                  const std::vector<std::size_t>* merges = nullptr);
 
 // out = round(sum over i of weights[i] * sources[i], in order): `count` elements of each. The
 // weights are fp32, or fp64 for fp64 rows. Each multiplication and each addition is rounded.

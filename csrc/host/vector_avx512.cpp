@@ -228,6 +228,7 @@ namespace tpkernels::host {
 // AVX-512 with the byte dot products of AVX512_VNNI, which interpret x as unsigned.
 namespace avx512_vnni {
 
+using avx512::add_unit;
 using avx512::InPlace;
 using avx512::kLanes;
 using avx512::kPrefetchBytes;
@@ -237,7 +238,10 @@ using avx512::load_block;
 using avx512::set_vec;
 using avx512::store_acc;
 using avx512::store_bits;
+using avx512::store_remaining;
 using avx512::store_row;
+using avx512::tree_stack;
+using avx512::TreeNode;
 using avx512::UInts;
 using avx512::Vec;
 
@@ -388,6 +392,8 @@ inline void multiply_tiles() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
   }
 }
+
+constexpr MatmulFn kVectorPanels = multiply_panels<DType::kBF16>;
 
 #include "host/tiles.inc"
 
