@@ -7,6 +7,12 @@ from tpkernels._C.host import Channel, Segments, ShardLayout
 
 # Bindings of csrc/calls, the functions on tensors. Only they import torch, at the first use.
 
+class SumTree:
+    max_nodes: int
+    def __init__(self, sizes: Sequence[int], unit: int, rank: int) -> None: ...
+
+def multiply_nodes(x: torch.Tensor, w: torch.Tensor, tree: SumTree) -> torch.Tensor: ...
+
 class Collective:
     def __init__(
         self,
@@ -18,6 +24,7 @@ class Collective:
         layout: ShardLayout = ...,
         out_layout: ShardLayout = ...,
         max_slice_numel: int = 0,
+        tree: SumTree | None = None,
     ) -> None: ...
     def run(
         self,

@@ -31,7 +31,7 @@ from tpkernels.errors import (
 from tpkernels.groups.waiting_thread import Waiter
 from tpkernels.planning import qualification, store
 from tpkernels.planning.machine import this_machine
-from tpkernels.planning.problem import ORDERED, VENDOR, Problem
+from tpkernels.planning.problem import INVARIANT, ORDERED, VENDOR, Problem
 from tpkernels.planning.qualification import Qualification
 from tpkernels.planning.table import Series, Table, are_close
 from tpkernels.symm import streams
@@ -533,6 +533,11 @@ class Group(_C.calls.GroupCalls):
     def cuda_numerics(self) -> str:
         """Return the numerics of CUDA reductions, identical on all ranks. Collective at the first
         call and after each change of the torch flag."""
+        if self.numerics == INVARIANT:
+            raise NotImplementedError(
+                "numerics 'invariant' supports CPU tensors only; pass numerics='ordered' to "
+                "tpkernels.init"
+            )
         if self.world == 1 or self.uses_gloo("cuda"):  # the host sums in order at no extra cost
             return ORDERED
         state = self.numerics_state

@@ -38,14 +38,18 @@ def init(
             Without a report it uses the torch calls.
             True: it also times each new problem on CPUs (`autotune`).
             False: it never times problems.
-        numerics: summation in reductions of CUDA tensors.
+        numerics: summation in reductions, on GPUs unless stated otherwise.
             "ordered": in fp32, in rank order, rounded once. The sum of given partials is bitwise
             identical across runs and algorithms.
             "vendor": `unfused` uses NCCL, which adds in the wire dtype in any order, and `multimem`
             uses the NVLink switch. All other algorithms sum in order.
+            "invariant": on CPUs, `matmul_all_reduce` and `matmul_all_reduce_rms_norm` add K by a
+            fixed tree, so results do not depend on the number of ranks. They need packed weights.
+            All other ops with a matmul and a reduction, and CUDA tensors, raise
+            NotImplementedError.
             None: "ordered" under ``torch.use_deterministic_algorithms(True)``, else "vendor".
-            CPU tensors, and CUDA tensors on gloo, are always summed in order. "vendor" is accepted
-            there, so the same program runs on both.
+            Without "invariant", CPU tensors and CUDA tensors on gloo are summed in order. "vendor"
+            is accepted there, so the same program runs on both.
         qualify: on GPUs without a qualification report, run `qualify` now, for at most a minute.
             No effect if the ranks see no GPU or do not share memory. Pass the same value on all
             ranks.
@@ -64,7 +68,7 @@ def init(
     if nbytes > 1 << 56:  # the size of an arena must fit in 64 bits
         raise ValueError(f"workspace_bytes must be at most {1 << 56}, not {nbytes}")
     if numerics not in (None, *NUMERICS):
-        raise ValueError(f"numerics is {numerics!r}; it can be 'vendor', 'ordered' or None")
+        raise ValueError(f"numerics is {numerics!r}; it can be {', '.join(map(repr, NUMERICS))} or None")
     if autotune not in (None, True, False):
         raise ValueError(f"autotune is {autotune!r}; it can be True, False or None")
     target = get_or_default(group)

@@ -46,6 +46,8 @@ class ReduceArguments(NamedTuple):
     wire_dtype: torch.dtype | None = None
     use_fast_accum: bool = False
     shard_sizes: Sequence[int] | None = None
+    k_sizes: Sequence[int] | None = None  #: K of each rank, of a sum by a tree
+    k_unit: int = 64
     algorithm: str = "auto"
 
     @property

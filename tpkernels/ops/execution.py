@@ -166,7 +166,8 @@ def _bind_direct(
             return None  # each rank adds a slice of the bias
         weights, out_dtype = [] if args.w is None else [args.w], args.out_dtype
         eps = args.eps
-    converted = len({x.dtype, problem.dtype, out_dtype or x.dtype}) > 1
+    wire = x.dtype if problem.sum_units else problem.dtype
+    converted = len({x.dtype, wire, out_dtype or x.dtype}) > 1
     plain = all(isinstance(w, torch.Tensor) for w in weights)
     if converted or not plain or prod(problem.shape) == 0:
         return None

@@ -5,6 +5,7 @@ The row-parallel layer without sequence parallelism.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from tpkernels.ops.registration import Op, define
 
 SCHEMA = (
     "matmul_all_reduce(Tensor x, Tensor w, str group, Tensor? bias=None, Tensor? residual=None, *, "
-    "ScalarType? out_dtype=None, ScalarType? wire_dtype=None, str algorithm='auto') -> Tensor"
+    "ScalarType? out_dtype=None, ScalarType? wire_dtype=None, SymInt[]? k_sizes=None, "
+    "int k_unit=64, str algorithm='auto') -> Tensor"
 )
 
 
@@ -38,6 +40,8 @@ def matmul_all_reduce(
     residual: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     wire_dtype: torch.dtype | None = None,
+    k_sizes: Sequence[int] | None = None,
+    k_unit: int = 64,
     algorithm: str = "auto",
 ) -> torch.Tensor:
     """Multiply ``x`` by ``w`` and return the sum over the ranks on every rank.
@@ -58,6 +62,10 @@ def matmul_all_reduce(
         out_dtype: Dtype of the result. Default: the dtype of ``x``.
         wire_dtype: Dtype of the communicated partial sums: the dtype of ``x`` (default) or
             float32.
+        k_sizes: K of each rank, multiples of ``k_unit`` except the last. The sum is then
+            bitwise identical for any split of K (`docs/numerics.md`). ``w`` must be packed. The
+            default on groups with ``numerics="invariant"`` is that all ranks have the same K.
+        k_unit: Elements of K that are summed in order, before these sums are added by a tree.
 
     Returns:
         ``sum_r(x_r @ w_r) + bias + residual``, [..., N], bitwise identical on all ranks. Partial
@@ -75,5 +83,7 @@ def matmul_all_reduce(
         residual,
         out_dtype=out_dtype,
         wire_dtype=wire_dtype,
+        k_sizes=k_sizes,
+        k_unit=k_unit,
         algorithm=algorithm,
     )

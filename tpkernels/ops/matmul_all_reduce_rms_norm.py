@@ -5,6 +5,7 @@ The row-parallel layer without sequence parallelism, followed by the norm of the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from tpkernels.ops.registration import Op, define
 
 SCHEMA = (
     "matmul_all_reduce_rms_norm(Tensor x, Tensor w, Tensor norm_weight, str group, "
-    "Tensor? bias=None, Tensor? residual=None, *, float eps=1e-6, str algorithm='auto') "
-    "-> (Tensor, Tensor)"
+    "Tensor? bias=None, Tensor? residual=None, *, float eps=1e-6, SymInt[]? k_sizes=None, "
+    "int k_unit=64, str algorithm='auto') -> (Tensor, Tensor)"
 )
 
 
@@ -51,6 +52,8 @@ def matmul_all_reduce_rms_norm(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     eps: float = 1e-6,
+    k_sizes: Sequence[int] | None = None,
+    k_unit: int = 64,
     algorithm: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Multiply ``x`` by ``w``, sum over the ranks, add ``residual`` and apply RMSNorm to the rows.
@@ -71,6 +74,7 @@ def matmul_all_reduce_rms_norm(
         bias: [N] in the dtype of ``x`` or float32, added once after the sum.
         residual: [..., N] in the dtype of ``x``, added after the bias.
         eps: Term added to the mean of the squares.
+        k_sizes, k_unit: Sum K by a tree, as in `matmul_all_reduce`.
 
     Returns:
         ``(normed, new_residual)``, both [..., N] in the dtype of ``x``. ``new_residual`` is
@@ -80,5 +84,14 @@ def matmul_all_reduce_rms_norm(
     Gradient: local, as for `matmul_all_reduce`.
     """
     return OP.entry()(
-        x, w, norm_weight, group_name(group), bias, residual, eps=eps, algorithm=algorithm
+        x,
+        w,
+        norm_weight,
+        group_name(group),
+        bias,
+        residual,
+        eps=eps,
+        k_sizes=k_sizes,
+        k_unit=k_unit,
+        algorithm=algorithm,
     )

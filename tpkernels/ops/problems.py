@@ -106,6 +106,9 @@ def _reduce(op: str, group: Group, args: ReduceArguments) -> Problem:
         sizes = validation.scatter_sizes(args.shard_sizes, shape[dim], group.world)
         out_shape[dim] = sizes[group.rank]
     wire, result = validation.epilogue(args, shape, out_shape, by_columns=dim == len(shape) - 1)
+    sum_units = validation.sum_units(spec, args, group)
+    if sum_units is not None:
+        wire = torch.float32
     options = ReduceOptions(
         x_dtype=x.dtype,
         out_dtype=result,
@@ -113,6 +116,7 @@ def _reduce(op: str, group: Group, args: ReduceArguments) -> Problem:
         residual=args.residual is not None,
         local_product=local_product,
         norm=None if args.norm is None else (float(args.eps), args.norm.dtype),
+        sum_units=sum_units,
     )
     return Problem(op, validation.device(x), group.world, tuple(shape), dim, sizes, wire, options)
 

@@ -38,7 +38,8 @@ from tpkernels.local.scaled import (
 )
 from tpkernels.local.weight import CustomMatmul, Weight
 from tpkernels.ops.arguments import ReduceArguments, RoutedArguments
-from tpkernels.planning.op_spec import OpSpec
+from tpkernels.planning.op_spec import OpSpec, SumUnits
+from tpkernels.planning.problem import INVARIANT
 from tpkernels.torch_private import elements_overlap
 
 INDICES = (torch.int32, torch.int64)
@@ -327,6 +328,50 @@ def scatter_sizes(
             f"{total} rows"
         )
     return checked
+
+
+def sum_units(spec: OpSpec, args: ReduceArguments, group: Group) -> SumUnits | None:
+    """Check the operands of a sum by a tree, and return its units, or None for other sums."""
+    if args.k_sizes is None and (group.numerics != INVARIANT or not spec.has_matmul):
+        return None
+    x, w = args.x, args.w
+    op, unit = f"{spec.name} with numerics 'invariant'", args.k_unit
+    if spec.scatters or spec.scaled:
+        raise NotImplementedError(
+            f"{op} is not supported; use matmul_all_reduce, or layers without sequence parallelism"
+        )
+    if x.is_cuda or x.dtype == torch.float64:
+        raise NotImplementedError(
+            f"{op} supports float32, bfloat16 and float16 on CPUs, and x is "
+            f"{dtypes.name(x.dtype)} on {x.device}"
+        )
+    k = x.shape[-1]
+    sizes = check_sizes([k] * group.world if args.k_sizes is None else args.k_sizes, group.world)
+    local = sizes[group.rank]
+    if local not in (0, k) or not any(sizes):
+        raise ValueError(f"k_sizes is {list(sizes)}, but x of rank {group.rank} has K={k}")
+    if local and not (isinstance(w, torch.Tensor) and is_packed(w)):
+        raise NotImplementedError(
+            f"{op} needs a packed weight, because GEMMs with plain weights round differently for "
+            "different numbers of rows; pass tpkernels.pack(w)"
+        )
+    last = max(rank for rank, size in enumerate(sizes) if size)
+    if unit < 1 or any(size % unit for size in sizes[:last]):
+        raise ValueError(
+            f"k_sizes is {list(sizes)} and k_unit is {unit}; k_unit must divide all sizes except "
+            "the last"
+        )
+    multiple = 1
+    if local and isinstance(w, torch.Tensor):
+        multiple = w.shape[2] - 4 if w.dtype == torch.int8 else 4 // w.dtype.itemsize
+    if unit % multiple:
+        raise ValueError(
+            f"k_unit is {unit}; with this weight it must be a multiple of {multiple}, the elements "
+            "of K that are stored together"
+        )
+    if args.wire_dtype not in (None, torch.float32):
+        raise ValueError(f"{op} sends float32, but wire_dtype is {dtypes.name(args.wire_dtype)}")
+    return SumUnits(unit, sizes)
 
 
 def empty_shards(options: Mapping[str, Any]) -> str:

@@ -118,8 +118,8 @@ def choose(
 
     Raises:
         ValueError: ``requested`` is not an algorithm.
-        NotImplementedError: the requested algorithm cannot run this problem. The message contains
-            the requirement.
+        NotImplementedError: the requested algorithm, or a sum by a tree, cannot run this problem.
+            The message contains the requirement.
     """
     if requested != "auto":
         check_algorithm(requested)
@@ -127,6 +127,11 @@ def choose(
         if reason is not None:
             raise NotImplementedError(f"algorithm '{requested}' of {problem.op} {reason}")
         return _make_plan(problem, requested, "requested")
+    if problem.sum_units:
+        reason = _find_obstacle(problem, "direct", capabilities)
+        if reason is not None:
+            raise NotImplementedError(f"{problem.op} with numerics 'invariant' {reason}")
+        return _make_plan(problem, "direct", "numerics 'invariant': no other algorithm sums by a tree")
     default = _choose_by_rule(problem, capabilities)
     if default[0] in capabilities.unsupported:
         default = "unfused", f"'{default[0]}' {capabilities.unsupported[default[0]]}"
@@ -269,6 +274,8 @@ def _find_obstacle(problem: Problem, name: str, capabilities: Capabilities) -> s
     last = problem.dim == len(problem.shape) - 1
     if problem.spec.scaled and algorithm.plain_weights:
         return "does not support operands with scales"
+    if problem.sum_units and name != "direct":
+        return "sums in rank order, but numerics is 'invariant'; leave out the algorithm"
     if problem.op in algorithm.unsupported_ops.get(problem.device, ()):
         alternatives = _format_alternatives(problem, algorithm)
         return f"does not support {problem.op} on {problem.device} tensors{alternatives}"

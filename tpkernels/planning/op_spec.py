@@ -134,6 +134,16 @@ class GatherOptions(Options):
         return (*scales, *out, *flags)
 
 
+class SumUnits(NamedTuple):
+    """The units of K that are summed by a tree."""
+
+    size: int  #: elements of K per unit
+    k_sizes: tuple[int, ...]  #: K of each rank
+
+    def describe(self) -> str:
+        return f"K {list(self.k_sizes)} in units of {self.size}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReduceOptions(Options):
     """Options of a reduction."""
@@ -144,6 +154,7 @@ class ReduceOptions(Options):
     residual: bool = False
     local_product: bool = False  #: whether the caller supplies the matmul (`CustomMatmul`)
     norm: tuple[float, torch.dtype] | None = None  #: eps, dtype of the norm weight
+    sum_units: SumUnits | None = None
 
     def describe(self) -> tuple[str, ...]:
         descriptions = [f"x {dtypes.name(self.x_dtype)}", f"out {dtypes.name(self.out_dtype)}"]
@@ -153,6 +164,8 @@ class ReduceOptions(Options):
         if self.norm is not None:
             eps, weight_dtype = self.norm
             descriptions.append(f"rms_norm eps {float(eps)}, weight {dtypes.name(weight_dtype)}")
+        if self.sum_units is not None:
+            descriptions.append(self.sum_units.describe())
         return tuple(descriptions)
 
     def timing_key(self) -> ReduceOptions:

@@ -16,13 +16,21 @@ import torch
 
 from tpkernels.common import dtypes
 from tpkernels.common.shards import shard_sizes
-from tpkernels.planning.op_spec import NO_OPTIONS, OPS, ExchangeOptions, OpSpec, Options
+from tpkernels.planning.op_spec import (
+    NO_OPTIONS,
+    OPS,
+    ExchangeOptions,
+    OpSpec,
+    Options,
+    ReduceOptions,
+    SumUnits,
+)
 from tpkernels.planning.table import Series
 
 # Summation of a reduction. ORDERED: in fp32, in rank order, rounded once. VENDOR: as the process
-# group does it.
-ORDERED, VENDOR = "ordered", "vendor"
-NUMERICS = (VENDOR, ORDERED)
+# group does it. INVARIANT: by a tree over K that does not depend on the split (csrc/host/sum_tree.h).
+ORDERED, VENDOR, INVARIANT = "ordered", "vendor", "invariant"
+NUMERICS = (VENDOR, ORDERED, INVARIANT)
 
 Kind = TypeVar("Kind", bound=Options)
 
@@ -83,6 +91,11 @@ class Problem:
         return self.options
 
     @property
+    def sum_units(self) -> SumUnits | None:
+        """Return the units of K of a sum by a tree, or None if partial sums are reduced."""
+        return self.options.sum_units if isinstance(self.options, ReduceOptions) else None
+
+    @property
     def split_dim(self) -> int:
         """Return ``dim``. Only for ops that split a dim."""
         assert self.dim is not None
@@ -121,7 +134,7 @@ class Problem:
         """Return the series of measurements and the extent within it, or None if the problem is
         never tuned.
 
-        Never tuned are empty problems, problems with routed tokens, and uneven splits. A split must
+        Never tuned are empty problems, routed tokens, sums by a tree, and uneven splits. A split must
         be even along the rows or, without a matmul, along the elements. For an all-to-all it must
         be even along the first two dims.
 
@@ -130,7 +143,7 @@ class Problem:
         """
         matmul = self.spec.has_matmul
         width, total = (self.shape[-1] if matmul else 1), prod(self.shape)
-        if not total or self.spec.routed:
+        if not total or self.spec.routed or self.sum_units:
             return None
         extent = total // width
         options = self.options.timing_key().describe()

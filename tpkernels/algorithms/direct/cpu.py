@@ -48,7 +48,12 @@ def _new_collective(call: Call) -> _C.calls.Collective:
     spec = problem.spec
     call_args = workspace.channel, workspace.segments, plan.signature, plan.description
     if spec.keeps_sum:
-        return _C.calls.Collective(*call_args, "all_reduce")
+        tree = None
+        if problem.sum_units:
+            tree = call.cache["tree"] = _C.calls.SumTree(
+                problem.sum_units.k_sizes, problem.sum_units.size, rank
+            )
+        return _C.calls.Collective(*call_args, "all_reduce", tree=tree)
     layout = _layout(problem.shape, problem.split_dim, problem.sizes)
     if spec.routed:
         return _C.calls.Collective(*call_args, "dispatch" if spec.dispatches else "combine", layout)
@@ -136,11 +141,20 @@ def _routing(call: Call, topk_ids: torch.Tensor) -> _C.calls.Routing:
     return routing
 
 
+def _compute_partial(call: Call, x: torch.Tensor, w: Weight | None) -> torch.Tensor:
+    """Return the local partial sums, or their nodes if they are summed by a tree."""
+    if call.problem.sum_units is None:
+        return compute_partial(call, x, w)
+    get_collective(call)
+    assert isinstance(w, torch.Tensor)  # checked by validation.py
+    return _C.calls.multiply_nodes(x.contiguous(), w, call.cache["tree"])
+
+
 def reduce(
     call: Call, x: torch.Tensor, w: Weight | None, out: torch.Tensor, reduction: Reduction
 ) -> None:
     """``out`` may be ``x``. Peers then do not read ``x`` in place, because it is overwritten."""
-    _run(call, compute_partial(call, x, w), out, reduction)
+    _run(call, _compute_partial(call, x, w), out, reduction)
 
 
 def reduce_and_normalise(
@@ -152,5 +166,5 @@ def reduce_and_normalise(
     norm: RmsNorm,
 ) -> torch.Tensor:
     normed = empty(out.shape, out.dtype, out.device)
-    _run(call, compute_partial(call, x, w), out, reduction, normed, norm)
+    _run(call, _compute_partial(call, x, w), out, reduction, normed, norm)
     return normed
