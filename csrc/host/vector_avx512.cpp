@@ -238,7 +238,7 @@ using avx512::load_block;
 using avx512::set_vec;
 using avx512::store_acc;
 using avx512::store_bits;
-using avx512::store_remaining;
+using avx512::store_nodes;
 using avx512::store_row;
 using avx512::tree_stack;
 using avx512::TreeNode;
