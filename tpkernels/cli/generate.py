@@ -81,6 +81,7 @@ def generate(
     ffn_only: options.FfnOnly = False,
     expert_parallel: options.ExpertParallel = False,
     plan: options.PlanFile = None,
+    invariant: options.Invariant = False,
     weights: options.Weights = None,
     device: options.Device = None,
     threads: options.Threads = 1,
@@ -128,6 +129,7 @@ def generate(
         expert_parallel,
         options.checked_weights(weights, device_type),
         options.read_plan(plan),
+        invariant=invariant,
     )
     try:
         sampling.check()

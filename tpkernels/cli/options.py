@@ -44,6 +44,14 @@ ExpertParallel = Annotated[
         help="Expert parallelism: each rank holds some experts. Default: a shard of each expert.",
     ),
 ]
+Invariant = Annotated[
+    bool,
+    Option(
+        "--invariant",
+        help="Make the logits of a token independent of the number of ranks, the batch and the "
+        "chunks of the prompt, to the bit; on CPUs only.",
+    ),
+]
 PlanFile = Annotated[
     Path | None,
     Option(

@@ -36,6 +36,7 @@ def serve(
     ffn_only: options.FfnOnly = False,
     expert_parallel: options.ExpertParallel = False,
     plan: options.PlanFile = None,
+    invariant: options.Invariant = False,
     weights: options.Weights = None,
     max_requests: Annotated[int, Option(help="Maximum number of requests in a batch.")] = 32,
     max_waiting: Annotated[
@@ -99,6 +100,7 @@ def serve(
             expert_parallel=expert_parallel,
             weights=options.checked_weights(weights, "cpu"),
             plan=options.read_plan(plan),
+            invariant=invariant,
         ),
         name=name or Path(model).resolve().stem,
         max_requests=max_requests,

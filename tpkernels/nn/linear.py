@@ -292,6 +292,9 @@ class RowParallelLinear(ParallelLinear):
             is added once, after the reduction. Unless all ranks have the same random state, their
             initial biases differ.
         in_sizes: input features of each rank; by default balanced (`tpkernels.shard_sizes`).
+        k_unit: sum the input features by a tree over units of this many features. The result then
+            does not depend on the number of ranks (`tpkernels.matmul_all_reduce`). ``in_sizes``
+            must be multiples of it, except the last, and the weight must be packed.
         sequence_parallel: the output holds the local rows of the sequence. By default all ranks
             return all rows.
 
@@ -311,10 +314,15 @@ class RowParallelLinear(ParallelLinear):
         *,
         bias: bool = True,
         in_sizes: Sequence[int] | None = None,
+        k_unit: int | None = None,
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__(in_features, out_features, group, in_sizes, bias=bias, **options)
         self.in_sizes = self.shardings["weight"].sizes  #: input features of each rank
+        #: Options of the ops for a sum by a tree.
+        self.sum_options: dict[str, Any] = (
+            {} if k_unit is None else {"k_sizes": list(self.in_sizes), "k_unit": k_unit}
+        )
 
     def forward(
         self,
@@ -340,7 +348,9 @@ class RowParallelLinear(ParallelLinear):
         )
         x, w = self._matmul_operands(x)
         dim = _nonnegative_dim(self.sequence_dim, x) if is_sequence_parallel else None
-        return row_parallel(x, w, self.group, dim, self.bias, residual, shard_sizes)
+        return row_parallel(
+            x, w, self.group, dim, self.bias, residual, shard_sizes, **self.sum_options
+        )
 
     def _matmul_operands(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return x and the weight [K, N] as operands of the ops."""
@@ -359,17 +369,21 @@ def row_parallel(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     shard_sizes: Sequence[int] | None = None,
+    **sum_options: Any,
 ) -> torch.Tensor:
     """Return ``sum_r(x_r @ w_r) + bias + residual``, or the local shard along ``scatter_dim``.
 
     The result has the dtype of ``residual``, if passed: under autocast an fp32 residual stream
-    stays fp32. ``w`` [K, N] may be packed.
+    stays fp32. ``w`` [K, N] may be packed. ``sum_options`` are ``k_sizes`` and ``k_unit`` of
+    `tpkernels.matmul_all_reduce`.
     """
     # The ops are called directly to save function calls, see `column_parallel`.
     out_dtype = None if residual is None else residual.dtype
     y: torch.Tensor
     if scatter_dim is None:
-        y = MATMUL_ALL_REDUCE.entry()(x, w, group, bias, residual, out_dtype=out_dtype)
+        y = MATMUL_ALL_REDUCE.entry()(
+            x, w, group, bias, residual, out_dtype=out_dtype, **sum_options
+        )
     else:
         y = MATMUL_REDUCE_SCATTER.entry()(
             x, w, group, scatter_dim, bias, residual, out_dtype=out_dtype, shard_sizes=shard_sizes

@@ -155,7 +155,14 @@ class SplitRowsLinear(RowParallelLinear):
         x, w = self._matmul_operands(x)
         weight, eps = rows.norm.weight, rows.norm.eps
         rows.normed, rows.sum = matmul_all_reduce_rms_norm(
-            x, w, weight, self.group, bias=self.bias, residual=residual, eps=eps
+            x,
+            w,
+            weight,
+            self.group,
+            bias=self.bias,
+            residual=residual,
+            eps=eps,
+            **self.sum_options,
         )
         return rows.normed
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import lcm
 from typing import Any, Literal
 
 import torch
 
 from tpkernels.local.packed import scale_group
+from tpkernels.planning.problem import INVARIANT, ORDERED
 
 SequenceParallel = bool | Literal["prefill"]
 Pack = bool | Literal["int8"]
+ModelNumerics = Literal["ordered", "invariant"]
+# Features that are summed in order, before these sums are added by a tree.
+_SUM_UNIT = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +29,7 @@ class ModelOptions:
     ffn_only: bool = False
     expert_parallel: bool = False
     pack: Pack = False
+    numerics: ModelNumerics = "ordered"
     defer_weights: bool = False  #: the caller loads and packs the weights later
 
     def __post_init__(self) -> None:
@@ -47,6 +53,19 @@ class ModelOptions:
             raise ValueError(
                 "ffn_only=True cannot be combined with a plan of torch styles; leave out one"
             )
+        if self.numerics not in (ORDERED, INVARIANT):
+            raise ValueError(f'numerics is {self.numerics!r}; expected "ordered" or "invariant"')
+        if self.is_invariant and (self.uses_torch_styles or self.ffn_only):
+            option = "ffn_only=True" if self.ffn_only else "a plan of torch styles"
+            raise NotImplementedError(
+                f'numerics="invariant" needs layers of tpkernels.nn for all projections, and {option} '
+                "does not create them; leave it out"
+            )
+        if self.is_invariant and self.sequence_parallel:
+            raise NotImplementedError(
+                f'numerics="invariant" does not support sequence_parallel={self.sequence_parallel!r}; '
+                "leave it out"
+            )
         if self.ffn_only and self.sequence_parallel:
             raise ValueError(
                 "ffn_only=True needs all rows on every rank for attention; leave out "
@@ -63,7 +82,19 @@ class ModelOptions:
     @property
     def effective_sequence_parallel(self) -> SequenceParallel:
         """Return ``sequence_parallel`` with the default of None resolved."""
+        if self.is_invariant:
+            return False
         return not self.ffn_only if self.sequence_parallel is None else self.sequence_parallel
+
+    @property
+    def is_invariant(self) -> bool:
+        """Return whether results must not depend on the number of ranks and the batch."""
+        return self.numerics == INVARIANT
+
+    @property
+    def packs(self) -> bool:
+        """Return whether the weights are packed. Invariant sums need packed weights."""
+        return bool(self.pack) or self.is_invariant
 
     @property
     def packed_dtype(self) -> torch.dtype | None:
@@ -73,3 +104,7 @@ class ModelOptions:
     def feature_multiple(self, k: int) -> int:
         """Return the number by which the K of a shard must be divisible."""
         return scale_group(k, "") if self.pack == "int8" else 1
+
+    def k_unit(self, k: int, head_dim: int = _SUM_UNIT) -> int | None:
+        """Return ``k_unit`` of a row-parallel projection with ``k`` input features."""
+        return lcm(self.feature_multiple(k), head_dim) if self.is_invariant else None

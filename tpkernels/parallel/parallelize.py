@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpkernels import groups
 from tpkernels.nn.sharding import check_parameter
 from tpkernels.parallel import model_methods, plans
-from tpkernels.parallel.options import ModelOptions, Pack, SequenceParallel
+from tpkernels.parallel.options import ModelNumerics, ModelOptions, Pack, SequenceParallel
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -30,6 +30,7 @@ def parallelize(
     ffn_only: bool = False,
     expert_parallel: bool = False,
     pack: Pack = False,
+    numerics: ModelNumerics = "ordered",
 ) -> Model:
     """Split a model over the ranks of ``mesh``, in place, and return it. All ranks call it with the
     same weights. If it raises, the model is unchanged. Without a plan it does not communicate.
@@ -82,14 +83,19 @@ def parallelize(
         pack: without a plan, whether the weights are packed for inference on CPUs, as by
             `tpkernels.nn.pack_` without ``drop``. "int8" packs them as int8. The model must then be
             called under ``torch.no_grad()`` or ``torch.inference_mode()``.
+        numerics: "invariant": on CPUs, the logits of a token depend only on the model and the
+            preceding tokens, to the bit: not on the number of ranks, the batch, its padding, the
+            chunks of the prompt, or the cache (`docs/numerics.md`). Implies ``pack=True``, whole
+            experts on each rank, and no sequence parallelism. "ordered": partial sums of the ranks
+            are added in rank order.
 
     Raises:
         TypeError: ``mesh`` is not a DeviceMesh, a style is not a ParallelStyle, or a module has an
             unexpected type. The message contains its name.
         ValueError: ``mesh`` has several dims, a name in the plan matches no module, options exclude
             each other, or the numbers of heads are inconsistent.
-        NotImplementedError: the architecture is not supported, or a style of its plan cannot be
-            verified; a weight is quantized or cannot be packed; a replaced module has hooks, or is
+        NotImplementedError: the architecture is not supported, a style of its plan cannot be
+            verified, or a module cannot keep ``numerics="invariant"``; a weight is quantized or cannot be packed; a replaced module has hooks, or is
             shared with a module that is split differently.
     """
     check_mesh(mesh)
@@ -99,6 +105,7 @@ def parallelize(
         ffn_only=ffn_only,
         expert_parallel=expert_parallel,
         pack=pack,
+        numerics=numerics,
     )
     return split_model(model, mesh, options)
 

@@ -32,6 +32,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,7 +57,7 @@ from tpkernels.nn.sharding import (
     rank_and_world,
 )
 from tpkernels.nn.vocabulary import check_embedding, check_ids
-from tpkernels.parallel import decoder
+from tpkernels.parallel import decoder, invariant
 from tpkernels.parallel.decoder import (
     GATE_UP,
     ResidualRows,
@@ -232,7 +233,7 @@ def apply(model: PreTrainedModel, group: str, options: ModelOptions) -> None:
         layer = SplitRowsMoE(
             **moe_args,
             group=group,
-            expert_parallel=options.expert_parallel,
+            expert_parallel=options.expert_parallel or options.is_invariant,
             width_sizes=_split_k(moe_args["intermediate_size"], group, options),
             device="meta",
             dtype=module.get_parameter("down_proj").dtype,
@@ -249,9 +250,11 @@ def apply(model: PreTrainedModel, group: str, options: ModelOptions) -> None:
         if decoder.is_rms_norm(norm):
             layers[norm] = decoder.make_parallel_norm(norm, group, norm_rows)
     _check_shared(model, layers, blocks)
-    pack = options.pack and not options.defer_weights
+    pack = options.packs and not options.defer_weights
     if pack:
         decoder.check_packing(model, experts, options.packed_dtype)
+    if options.is_invariant:
+        invariant.check(model, layers, blocks, [*experts.values()])
 
     # The model is unchanged up to this line, and no later line raises.
     for norm, norm_rows in norms.items():
@@ -263,6 +266,11 @@ def apply(model: PreTrainedModel, group: str, options: ModelOptions) -> None:
         embedding.register_forward_pre_hook(partial(_check_ids, group))
     for block in blocks:
         _attach_hooks(block, group, rows)
+    if options.is_invariant:
+        for block in blocks:
+            invariant.pad_activations(block.module, block.columns.keys() | {block.row})
+        for name in experts:
+            invariant.make_router_invariant(model.get_submodule(name.rpartition(".")[0]))
     if stack is not None:
         if rows is not None:
             for moe_module, weight_owners in stack.moe_modules:
@@ -385,7 +393,9 @@ def _find_blocks(
 
 def _split_k(k: int, group: str, options: ModelOptions) -> list[int]:
     """Return the size of K on each rank."""
-    return shard_sizes(k, rank_and_world(group)[1], options.feature_multiple(k))
+    unit, world = options.k_unit(k) or options.feature_multiple(k), rank_and_world(group)[1]
+    ends = [min(k, unit * end) for end in accumulate(shard_sizes(-(-k // unit), world))]
+    return [end - begin for begin, end in pairwise([0, *ends])]
 
 
 def _plan_block(
@@ -414,7 +424,7 @@ def _plan_block(
                 child: {"out_sizes": Sharding.packed(0, [sizes] * (linear.out_features // inner))}
                 for child, linear in columns.items()
             }
-            block.row_options = {"in_sizes": sizes}
+            block.row_options = {"in_sizes": sizes, "k_unit": options.k_unit(inner)}
             return block
         if standalone <= LATENTS.keys():
             _split_heads(block, model, columns, row, group, options)
@@ -433,6 +443,7 @@ def _plan_block(
         block.row_options = {
             "replicated_input": True,
             "in_sizes": _split_k(row.in_features, group, options),
+            "k_unit": options.k_unit(row.in_features),
         }
     return block
 
@@ -482,7 +493,10 @@ def _split_heads(
     for child, width in widths.items():
         count = kv_heads if child in keys else heads
         block.columns[child] = block.heads.plan_split(child, width // count)
-    block.row_options = {"in_sizes": block.heads.plan_split(str(block.row))["out_sizes"]}
+    block.row_options = {
+        "in_sizes": block.heads.plan_split(str(block.row))["out_sizes"],
+        "k_unit": options.k_unit(row.in_features, block.heads.head_dim),
+    }
     for name, parameter in attention.named_parameters():
         child = name.partition(".")[0]
         if child in block.head_parameters and len(parameter) != heads:

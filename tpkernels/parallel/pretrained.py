@@ -27,7 +27,7 @@ from tpkernels.nn.sharding import Box, ShardedModule, Sharding
 from tpkernels.parallel import plans
 from tpkernels.parallel.checkpoints import Checkpoint, StoredTensor, import_package, open_checkpoint
 from tpkernels.parallel.joint_work import joint_work
-from tpkernels.parallel.options import ModelOptions, Pack, SequenceParallel
+from tpkernels.parallel.options import ModelNumerics, ModelOptions, Pack, SequenceParallel
 from tpkernels.parallel.parallelize import check_mesh, split_model
 
 if TYPE_CHECKING:
@@ -203,6 +203,7 @@ def from_pretrained(
     sequence_parallel: SequenceParallel | None = None,
     expert_parallel: bool = False,
     pack: Pack = False,
+    numerics: ModelNumerics = "ordered",
 ) -> PreTrainedModel:
     """Load a causal language model of transformers, split over the ranks of ``mesh``. All ranks
     call it.
@@ -223,6 +224,7 @@ def from_pretrained(
         mesh: a mesh of one dim, such as ``mesh["tp"]`` of a larger mesh. Its device type selects
             the device of the model: the CPU or the current GPU.
         plan, ffn_only, sequence_parallel, expert_parallel: see `tpkernels.parallelize`.
+        numerics: see `tpkernels.parallelize`.
         pack: see `tpkernels.parallelize`. Each weight is packed after reading. The plain weight is
             then dropped, unless an embedding is tied to it.
         dtype: dtype of the parameters. None means the dtype in ``config.json`` or, if it is not
@@ -248,6 +250,7 @@ def from_pretrained(
         ffn_only=ffn_only,
         expert_parallel=expert_parallel,
         pack=pack,
+        numerics=numerics,
         defer_weights=True,
     )
     group = groups.group_name(mesh)
@@ -261,7 +264,7 @@ def from_pretrained(
             f"{blueprint.digest()} {sorted(plan or ())} {ffn_only=} "
             f"{options.effective_sequence_parallel=}"
         )
-        work.report += f" {pack=} {expert_parallel=}"
+        work.report += f" {pack=} {expert_parallel=} {numerics=}"
     mismatched_rank = next(
         (rank for rank, report in enumerate(work.reports) if report != work.reports[0]), None
     )
@@ -293,7 +296,7 @@ def _fill(slot: Slot, device: torch.device, options: ModelOptions) -> None:
     layers = [
         (module, name)
         for module, name in slot.owners
-        if options.pack and isinstance(module, PackableModule) and name in module.packable
+        if options.packs and isinstance(module, PackableModule) and name in module.packable
     ]
     dtype, drop = options.packed_dtype, len(slot.owners) == 1
     packed = _packed_integers(slot, device) if dtype == torch.int8 and layers else None

@@ -51,6 +51,7 @@ class LoadOptions:
     expert_parallel: bool = False
     weights: Literal["int8"] | None = None  #: weight dtype of the parallel layers, on CPUs
     plan: dict[str, str] | None = None
+    invariant: bool = False  #: the same bits on any number of ranks and in any batch
 
 
 @unusable_model()
@@ -68,11 +69,12 @@ def load_model(options: LoadOptions) -> PreTrainedModel:
         ffn_only=options.ffn_only,
         expert_parallel=options.expert_parallel,
         dtype=options.dtype,
-        sequence_parallel=None if options.ffn_only else "prefill",
+        sequence_parallel=None if options.ffn_only or options.invariant else "prefill",
         pack=options.weights or False,
+        numerics="invariant" if options.invariant else "ordered",
     )
     if options.device == "cpu":
-        if not options.weights and model.dtype != torch.float64:
+        if not (options.weights or options.invariant) and model.dtype != torch.float64:
             pack_(model, drop=True)
         plain = not options.ffn_only and options.plan is None
         if plain and model.config.model_type in JOINABLE_MODEL_TYPES:

@@ -1,0 +1,239 @@
+"""Attention of transformers models on CPUs, with `tpkernels.ops.attention`.
+
+transformers selects the attention function and the function that creates its mask by the name in
+``config._attn_implementation``. `ATTENTION` uses SDPA where the kernel has no support: gradients,
+dropout, and masks that are not causal. `INVARIANT_ATTENTION` raises NotImplementedError instead.
+
+The mask of this kernel is the argument ``sequences`` of `tpkernels.ops.attention.attention`, or None
+if each query sees all keys before it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tpkernels.ops.attention import attention
+
+ATTENTION, INVARIANT_ATTENTION = "tpkernels", "tpkernels_invariant"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@functools.cache
+def register() -> None:
+    """Register the attention in transformers."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    for name in (ATTENTION, INVARIANT_ATTENTION):
+        AttentionInterface.register(name, forward)
+        AttentionMaskInterface.register(name, make_mask)
+
+
+def use(model: Any, *, invariant: bool) -> None:
+    """Use this attention in a transformers model. Without ``invariant``, it only replaces SDPA."""
+    if not invariant and model.config._attn_implementation != "sdpa":
+        return
+    register()
+    model.set_attn_implementation(INVARIANT_ATTENTION if invariant else ATTENTION)
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor | None:
+    """Create ``sequences``, or the mask of SDPA if the kernel does not support the pattern.
+
+    Args:
+        q_offset, kv_offset: positions of the first query and key.
+        mask_function: pattern of the mask.
+        attention_mask: [batch, positions], False for padding.
+        options: further arguments of transformers for mask functions.
+    """
+    from transformers.masking_utils import sdpa_mask
+
+    begin = int(q_offset)
+    padding = None
+    if attention_mask is not None and not attention_mask[:, : begin + q_length].all():
+        padding = attention_mask[:, : begin + q_length]
+    reason = None
+    if not _is_causal(mask_function):
+        reason = "a mask that is not causal"
+    elif padding is not None and (padding[:, 1:] < padding[:, :-1]).any():
+        reason = "padding after a token; pad on the left"
+    if reason is not None or torch.is_grad_enabled():
+        _refuse(options.get("config"), reason or "gradients; call the model under torch.no_grad()")
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            **options,
+        )
+    own_key = begin - kv_offset
+    if padding is None and kv_offset == 0 and own_key + q_length == kv_length:
+        return None
+    firsts = [0] * batch_size if padding is None else (~padding).sum(1).tolist()
+    rows = []
+    for index, first in enumerate(firsts):
+        hidden = min(max(0, first - begin), q_length)  # queries that are padding
+        first_key, skipped = max(0, first - kv_offset), max(0, kv_offset - first)
+        rows.append((index, hidden, q_length - hidden, first_key, own_key + hidden, skipped))
+    return torch.tensor(rows)
+
+
+def _is_causal(mask_function: Callable[..., Any] | None) -> bool:
+    """Return whether a mask is causal, possibly with a sliding window."""
+    from transformers import masking_utils
+
+    causal = masking_utils.causal_mask_function
+    if mask_function is causal:
+        return True
+    window = masking_utils.sliding_window_causal_mask_function(1)
+    if getattr(mask_function, "__code__", None) is not window.__code__:  # of `and_masks`
+        return False
+    [cell] = mask_function.__closure__ or [None]  # type: ignore[union-attr]
+    overlay, *rest = cell.cell_contents if cell is not None else (None,)
+    is_window = (
+        getattr(overlay, "__code__", None) is masking_utils.sliding_window_overlay(1).__code__
+    )
+    return is_window and rest == [causal]
+
+
+def forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    cache: Any = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention function of transformers. See `tpkernels.ops.attention.attention`.
+
+    Args:
+        query: [batch, heads, queries, D].
+        key, value: [batch, kv_heads, keys, D].
+        attention_mask: a result of `make_mask`.
+        s_aux: attention sinks [heads].
+        cache: paged cache of continuous batching. Its keys and values are those of all requests.
+        options: further arguments of transformers. Continuous batching passes cumulative lengths
+            and positions.
+
+    Returns:
+        ([batch, queries, heads, D], None).
+    """
+    config = getattr(module, "config", None)
+    reason = _find_obstacle(module, query, attention_mask, dropout, is_causal, options)
+    if reason is not None:
+        _refuse(config, reason)
+        return _sdpa(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=scaling,
+            dropout=dropout,
+            softcap=softcap,
+            is_causal=is_causal,
+            cache=cache,
+            **options,
+        )
+    sequences = attention_mask
+    if hasattr(cache, "cache_allocators"):
+        key, value = cache.update(
+            key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=options
+        )
+        sequences = _packed_sequences(
+            tuple(options["cu_seq_lens_q"].tolist()),
+            tuple(options["cu_seq_lens_k"].tolist()),
+            tuple(options["position_ids"].flatten().tolist()),
+        )
+    out = attention(
+        query,
+        key,
+        value,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sequences=sequences,
+        window=sliding_window or 0,
+        cap=softcap or 0.0,
+        sinks=None if s_aux is None else s_aux.float(),
+    )
+    return out, None
+
+
+@functools.lru_cache(maxsize=64)
+def _packed_sequences(
+    query_ends: Sequence[int], key_ends: Sequence[int], positions: Sequence[int]
+) -> torch.Tensor:
+    """Return ``sequences`` of requests that are concatenated along the queries and keys.
+
+    Args:
+        query_ends, key_ends: 0, then the end of each request.
+        positions: position of each query in its request.
+    """
+    rows = []
+    for i, (query, query_end) in enumerate(zip(query_ends, query_ends[1:], strict=False)):
+        if query == query_end:
+            continue
+        own_key = key_ends[i + 1] - (query_end - query)
+        skipped = positions[query] - (own_key - key_ends[i])
+        rows.append((0, query, query_end - query, key_ends[i], own_key, skipped))
+    return torch.tensor(rows)
+
+
+def _find_obstacle(
+    module: nn.Module,
+    query: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    is_causal: bool | None,
+    options: dict[str, Any],
+) -> str | None:
+    """Return the reason why the kernel cannot compute an attention, or None."""
+    if query.device.type != "cpu" or query.dtype not in _DTYPES:
+        return f"{query.dtype} on {query.device}"
+    if torch.is_grad_enabled() and query.requires_grad:
+        return "gradients; call the model under torch.no_grad()"
+    if dropout:
+        return "dropout; call model.eval()"
+    if mask is not None and mask.dim() != 2:
+        return "a mask that is not causal"
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if not causal:
+        return "a mask that is not causal"
+    if options.get("position_bias") is not None:
+        return "a position bias"
+    return None
+
+
+def _refuse(config: Any, reason: str) -> None:
+    """Raise NotImplementedError if the attention of ``config`` must be invariant."""
+    if getattr(config, "_attn_implementation", None) == INVARIANT_ATTENTION:
+        raise NotImplementedError(f'attention with numerics="invariant" does not support {reason}')
+
+
+def _sdpa(*args: Any, **options: Any) -> tuple[torch.Tensor, None]:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    result: tuple[torch.Tensor, None] = sdpa_attention_forward(*args, **options)
+    return result
