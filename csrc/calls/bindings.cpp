@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "calls/attention.h"
 #include "calls/direct.h"
 #include "calls/entry.h"
 #include "calls/group_calls.h"
@@ -121,6 +122,12 @@ void bind_matmul(py::module_& m) {
         py::arg("out"));
 }
 
+void bind_attention(py::module_& m) {
+  m.def("attention", &attention, py::arg("q"), py::arg("k"), py::arg("v"), py::kw_only(),
+        py::arg("scale"), py::arg("sequences") = py::none(), py::arg("window") = 0,
+        py::arg("cap") = 0.0, py::arg("sinks") = py::none());
+}
+
 void bind_group_calls(py::module_& m) {
   py::class_<Lock, std::shared_ptr<Lock>>(m, "Lock")
       .def("acquire", &Lock::acquire, py::arg("blocking") = true)
@@ -188,6 +195,7 @@ void tpkernels::bind_calls(pybind11::module_& m) {
   using namespace calls;
   m.def("empty", &empty, py::arg("shape"), py::arg("dtype"));
   bind_matmul(m);
+  bind_attention(m);
   bind_group_calls(m);
   bind_kernels(m);
   bind_direct(m);

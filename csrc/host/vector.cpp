@@ -69,7 +69,23 @@ inline Ints add_dots(Ints sums, const std::byte* w, const std::uint8_t* x) {
 
 #include "host/int8.inc"
 
-constexpr VectorUnit kUnit = make_unit("plain", stream, kPanels, kInt8);
+inline Vec exact_multiply_add(Vec x, Vec w, Vec sum) {
+  for (std::size_t i = 0; i < kLanes; ++i) sum[i] = std::fma(x[i], w[i], sum[i]);
+  return sum;
+}
+inline void load_words(const std::byte* const (&rows)[kLanes], std::size_t offset,
+                       UInts (&words)[8]) {
+  for (std::size_t word = 0; word < 8; ++word) {
+    std::uint32_t lanes[kLanes];
+    for (std::size_t i = 0; i < kLanes; ++i)
+      lanes[i] = load_bits<std::uint32_t>(rows[i] + offset + 4 * word);
+    words[word] = load_bits<UInts>(lanes);
+  }
+}
+
+#include "host/attention.inc"
+
+constexpr VectorUnit kUnit = make_unit("plain", stream, kPanels, kInt8, kAttention);
 
 // Emulation of AMX tiles as Intel documents them. TDPBF16PS accumulates the products of the first
 // and of the second elements of pairs separately, with fused multiply-add, then adds both sums.

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "host/attention.h"
 #include "host/matmul.h"
 
 namespace tpkernels::host {
@@ -44,7 +45,8 @@ struct VectorUnit {
   MatmulFn few_rows[3];
   std::size_t max_few_rows[3];
   MatmulFn panels[3];
-  MatmulFn int8[3];  // int8 panels, by dtype of x
+  MatmulFn int8[3];          // int8 panels, by dtype of x
+  AttentionFn attention[3];  // by dtype of q, k and v
   MatmulFn columns[3];
   MatmulFn rows[3];
   // Copies with streaming stores, for results that are not read soon.

@@ -78,6 +78,30 @@ inline Ints add_dots(Ints sums, const std::byte* w, const std::uint8_t* x) {
 
 #include "host/int8.inc"
 
+inline Vec exact_multiply_add(Vec x, Vec w, Vec sum) { return _mm256_fmadd_ps(x, w, sum); }
+inline void load_words(const std::byte* const (&rows)[kLanes], std::size_t offset,
+                       UInts (&words)[8]) {
+  for (int half = 0; half < 2; ++half) {
+    __m256 a[4];  // lane 4 * l + j of a[i]: word j of row 4 * l + i
+    for (int i = 0; i < 4; ++i) {
+      const auto load = [&](int row) {
+        const std::byte* const from = rows[row] + offset + static_cast<std::size_t>(16 * half);
+        return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(from));
+      };
+      a[i] = _mm256_blend_ps(load(i), load(i + 4), 0xf0);
+    }
+    const __m256 low[] = {_mm256_unpacklo_ps(a[0], a[1]), _mm256_unpacklo_ps(a[2], a[3])};
+    const __m256 high[] = {_mm256_unpackhi_ps(a[0], a[1]), _mm256_unpackhi_ps(a[2], a[3])};
+    UInts* const to = words + 4 * half;
+    to[0] = reinterpret_cast<UInts>(_mm256_shuffle_ps(low[0], low[1], 0x44));
+    to[1] = reinterpret_cast<UInts>(_mm256_shuffle_ps(low[0], low[1], 0xee));
+    to[2] = reinterpret_cast<UInts>(_mm256_shuffle_ps(high[0], high[1], 0x44));
+    to[3] = reinterpret_cast<UInts>(_mm256_shuffle_ps(high[0], high[1], 0xee));
+  }
+}
+
+#include "host/attention.inc"
+
 void stream(void* dst, const void* src, std::size_t bytes) {
   stream_lines(dst, src, bytes, 32, [](std::byte* to, const std::byte* from) {
     _mm256_stream_si256(reinterpret_cast<__m256i*>(to),
@@ -89,7 +113,8 @@ void stream(void* dst, const void* src, std::size_t bytes) {
 constexpr std::array<MatmulFn, 3> kFewRowsKernels = {multiply_few_rows<DType::kF32>,
                                                      multiply_few_rows<DType::kF16>,
                                                      multiply_few_rows<DType::kBF16>};
-constexpr VectorUnit kUnit = make_unit("avx2", stream, kPanels, kInt8, kFewRowsKernels, 8);
+constexpr VectorUnit kUnit =
+    make_unit("avx2", stream, kPanels, kInt8, kAttention, kFewRowsKernels, 8);
 
 }  // namespace avx2
 

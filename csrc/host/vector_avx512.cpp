@@ -194,12 +194,38 @@ void stream(void* dst, const void* src, std::size_t bytes) {
   _mm_sfence();
 }
 
+inline Vec exact_multiply_add(Vec x, Vec w, Vec sum) { return _mm512_fmadd_ps(x, w, sum); }
+inline void load_words(const std::byte* const (&rows)[kLanes], std::size_t offset,
+                       UInts (&words)[8]) {
+  for (int half = 0; half < 2; ++half) {
+    __m512i a[4];  // lane 4 * l + j of a[i]: word j of row 4 * l + i
+    for (int i = 0; i < 4; ++i) {
+      const auto load = [&](int row) {
+        return load_bits<__m128i>(rows[row] + offset + static_cast<std::size_t>(16 * half));
+      };
+      a[i] = _mm512_broadcast_i32x4(load(i));
+      a[i] = _mm512_mask_broadcast_i32x4(a[i], 0x00f0, load(i + 4));
+      a[i] = _mm512_mask_broadcast_i32x4(a[i], 0x0f00, load(i + 8));
+      a[i] = _mm512_mask_broadcast_i32x4(a[i], 0xf000, load(i + 12));
+    }
+    const __m512i low[] = {_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpacklo_epi32(a[2], a[3])};
+    const __m512i high[] = {_mm512_unpackhi_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[2], a[3])};
+    UInts* const to = words + 4 * half;
+    to[0] = reinterpret_cast<UInts>(_mm512_unpacklo_epi64(low[0], low[1]));
+    to[1] = reinterpret_cast<UInts>(_mm512_unpackhi_epi64(low[0], low[1]));
+    to[2] = reinterpret_cast<UInts>(_mm512_unpacklo_epi64(high[0], high[1]));
+    to[3] = reinterpret_cast<UInts>(_mm512_unpackhi_epi64(high[0], high[1]));
+  }
+}
+
+#include "host/attention.inc"
+
 constexpr std::array<MatmulFn, 3> kFewRowsKernels = {multiply_few_rows<DType::kF32>,
                                                      multiply_few_rows<DType::kF16>,
                                                      multiply_few_rows<DType::kBF16>};
 
 constexpr VectorUnit make_avx512_unit() {
-  VectorUnit unit = make_unit("avx512", stream, kPanels, kInt8, kFewRowsKernels, 8);
+  VectorUnit unit = make_unit("avx512", stream, kPanels, kInt8, kAttention, kFewRowsKernels, 8);
   constexpr int kIndex = static_cast<int>(DType::kF32);
   unit.columns[kIndex] = multiply_panels<DType::kF32, FromColumns<DType::kF32>>;
   unit.rows[kIndex] = multiply_panels<DType::kF32, FromRows<DType::kF32>>;

@@ -133,6 +133,17 @@ def multiply(
 def grouped_multiply(
     x: torch.Tensor, w: torch.Tensor, counts: torch.Tensor, out: torch.Tensor
 ) -> list[int]: ...
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    sequences: torch.Tensor | None = None,
+    window: int = 0,
+    cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor: ...
 def open_exchange(tensor_class: type) -> bool: ...
 def make_kernel(
     arguments: Arguments,
