@@ -30,6 +30,7 @@ Python, so torch.compile traces the layer into one graph.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -88,8 +89,11 @@ class ResidualRows:
 
     @classmethod
     def for_group(cls, group: str, sequence_parallel: SequenceParallel) -> ResidualRows:
-        """Create the state of a model on the ranks of a group."""
+        """Create the state of a model on the ranks of a group. With False, rows are never
+        split."""
         _, world = rank_and_world(group)
+        if not sequence_parallel:
+            return cls(world, sys.maxsize)
         return cls(world, PROMPT_ROWS * world if sequence_parallel == "prefill" else 1)
 
     def split(self, batch: int, tokens: int) -> None:

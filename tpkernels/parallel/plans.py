@@ -57,7 +57,7 @@ from tpkernels.nn.sharding import (
     rank_and_world,
 )
 from tpkernels.nn.vocabulary import check_embedding, check_ids
-from tpkernels.parallel import decoder, invariant
+from tpkernels.parallel import attention, decoder, invariant
 from tpkernels.parallel.decoder import (
     GATE_UP,
     ResidualRows,
@@ -223,8 +223,14 @@ def apply(model: PreTrainedModel, group: str, options: ModelOptions) -> None:
     blocks = _find_blocks(model, plan, group, options, experts)
     stack = None if options.ffn_only else _find_stack(model, blocks, experts)
     rows = None
-    if stack is not None and options.effective_sequence_parallel and stack.row_independent:
-        rows = ResidualRows.for_group(group, options.effective_sequence_parallel)
+    sequence_parallel = options.effective_sequence_parallel
+    # Models with invariant numerics use it for `decoder.join_norms`.
+    if (
+        stack is not None
+        and (sequence_parallel or options.is_invariant)
+        and stack.row_independent
+    ):
+        rows = ResidualRows.for_group(group, sequence_parallel)
     layers: dict[nn.Module, nn.Module] = {}  # on the meta device, by replaced module
     for block in blocks:
         _create_projections(layers, block, group, rows)
@@ -271,6 +277,8 @@ def apply(model: PreTrainedModel, group: str, options: ModelOptions) -> None:
             invariant.pad_activations(block.module, block.columns.keys() | {block.row})
         for name in experts:
             invariant.make_router_invariant(model.get_submodule(name.rpartition(".")[0]))
+    if not any(parameter.is_cuda for parameter in model.parameters()):
+        attention.use(model, invariant=options.is_invariant)
     if stack is not None:
         if rows is not None:
             for moe_module, weight_owners in stack.moe_modules:
