@@ -10,8 +10,9 @@ if each query sees all keys before it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +40,20 @@ def use(model: Any, *, invariant: bool) -> None:
         return
     register()
     model.set_attn_implementation(INVARIANT_ATTENTION if invariant else ATTENTION)
+
+
+@contextlib.contextmanager
+def as_sdpa(model: Any) -> Iterator[None]:
+    """Name the attention of a model "sdpa" within the block, if it is one of this module."""
+    name = model.config._attn_implementation
+    if name not in (ATTENTION, INVARIANT_ATTENTION):
+        yield
+        return
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(name)
 
 
 def make_mask(

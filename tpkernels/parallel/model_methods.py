@@ -37,6 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpkernels import groups
 from tpkernels.nn.linear import ColumnParallelLinear
 from tpkernels.nn.sharding import ShardedModule, gather_state
+from tpkernels.parallel.attention import as_sdpa
 from tpkernels.parallel.decoder import SplitRowsLinear
 from tpkernels.parallel.joint_work import joint_work
 from tpkernels.parallel.plans import SplitInputLinear
@@ -193,7 +194,8 @@ def init_batching(
 ) -> ContinuousBatchingManager:
     """Run ``model.init_continuous_batching``, the method ``original``. Raise NotImplementedError if
     this version of transformers creates its cache differently."""
-    manager = original(model, *args, **options)
+    with as_sdpa(model):  # transformers accepts only its own attention functions
+        manager = original(model, *args, **options)
     helper = getattr(manager, "distributed_helper", None)
     create = getattr(type(manager), "_create_batch_processor", None)
     if helper is None or not hasattr(helper, "tp_plan") or create is None:
