@@ -19,6 +19,7 @@ from tpkernels import _C
 TESTS = (
     "tests/local",
     "tests/calls/test_warm.py",
+    "tests/native/test_attention.py",
     "tests/native/test_vectors.py",
     "tests/ops/test_bits.py",
     "tests/ops/test_weights.py",
