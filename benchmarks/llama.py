@@ -15,6 +15,7 @@
     packed         `ranks` with packed weights
     prefill        `ranks` with sequence-parallel prefill (``sequence_parallel="prefill"``)
     both           `ranks` with packed weights and sequence-parallel prefill
+    invariant      `packed` with ``numerics="invariant"``
     experts        `packed` with expert parallelism (``expert_parallel=True``)
     plain_experts  `experts` without packed weights
 
@@ -52,7 +53,7 @@ from tpkernels.launch import Ranks
 PREFILL, PROMPT, FORWARDS = 512, 32, (1, 8, 512)
 SETUPS = ("threads", "thread", "torch", "transformers", "ranks", "packed", "prefill", "both")
 EXPERTS = (
-    *("experts", "plain_experts"),
+    *("invariant", "experts", "plain_experts"),
     *(
         f"{setup}:{implementation}"
         for setup in ("threads", "transformers")
@@ -125,6 +126,7 @@ def load_model(setup: str, folder: str, compiled: bool) -> None:
             sequence_parallel=sequence_parallel,
             pack=setup in ("packed", "both", "experts"),
             expert_parallel=setup.endswith("experts"),
+            numerics="invariant" if setup == "invariant" else "ordered",
         )
     _models[setup] = torch.compile(model.eval()) if compiled else model.eval()
 

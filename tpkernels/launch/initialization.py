@@ -68,7 +68,9 @@ def init(
     if nbytes > 1 << 56:  # the size of an arena must fit in 64 bits
         raise ValueError(f"workspace_bytes must be at most {1 << 56}, not {nbytes}")
     if numerics not in (None, *NUMERICS):
-        raise ValueError(f"numerics is {numerics!r}; it can be {', '.join(map(repr, NUMERICS))} or None")
+        raise ValueError(
+            f"numerics is {numerics!r}; it can be {', '.join(map(repr, NUMERICS))} or None"
+        )
     if autotune not in (None, True, False):
         raise ValueError(f"autotune is {autotune!r}; it can be True, False or None")
     target = get_or_default(group)

@@ -1,17 +1,18 @@
 """Attention of transformers models on CPUs, with `tpkernels.ops.attention`.
 
 transformers selects the attention function and the function that creates its mask by the name in
-``config._attn_implementation``. `ATTENTION` uses SDPA where the kernel has no support: gradients,
-dropout, and masks that are not causal. `INVARIANT_ATTENTION` raises NotImplementedError instead.
+``config._attn_implementation``. `ATTENTION` falls back to SDPA for gradients, dropout, and masks
+that are not causal. `INVARIANT_ATTENTION` raises NotImplementedError instead.
 
-The mask of this kernel is the argument ``sequences`` of `tpkernels.ops.attention.attention`, or None
-if each query sees all keys before it.
+The mask of this kernel is the argument ``sequences`` of `tpkernels.ops.attention.attention`. It is
+None if each query sees all keys before it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -207,7 +208,7 @@ def _packed_sequences(
         positions: position of each query in its request.
     """
     rows = []
-    for i, (query, query_end) in enumerate(zip(query_ends, query_ends[1:], strict=False)):
+    for i, (query, query_end) in enumerate(itertools.pairwise(query_ends)):
         if query == query_end:
             continue
         own_key = key_ends[i + 1] - (query_end - query)

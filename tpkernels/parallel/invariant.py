@@ -35,8 +35,8 @@ from tpkernels.torch_private import direct_children, direct_parameters
 if TYPE_CHECKING:
     from tpkernels.parallel.plans import Block
 
-# Elements per vector of all vector units and dtypes, including unrolling, and the number of elements
-# below which torch does not use threads.
+# Elements per vector of all vector units and dtypes, including unrolling. Below `_GRAIN` elements
+# torch uses no threads.
 _VECTOR, _GRAIN = 64, 32768
 # Elementwise functions of torch that round the last elements differently, measured with torch 2.13
 # and AVX2: fp32, bf16 and fp16.
@@ -122,7 +122,7 @@ class _RouterMode(TorchFunctionMode):
 
 def make_router_invariant(parent: nn.Module) -> None:
     """Run the forward of the parent of experts, with its router, under a `_RouterMode`."""
-    parent.forward = partial(_run_router, parent, _RouterMode())  # type: ignore[assignment]
+    parent.forward = partial(_run_router, parent, _RouterMode())
 
 
 def _run_router(parent: nn.Module, mode: _RouterMode, *args: Any, **options: Any) -> Any:
@@ -152,11 +152,15 @@ def check(
             allowed |= {*module.modules()}
     for name, module in model.named_modules():
         parameters = [p for p in direct_parameters(module).values() if p is not None]
-        if any(p.device.type not in ("cpu", "meta") or p.dtype == torch.float64 for p in parameters):
+        if any(
+            p.device.type not in ("cpu", "meta") or p.dtype == torch.float64 for p in parameters
+        ):
             raise _refuse(name, "it has float64 weights or is not on the CPU")
         known = "Norm" in type(module).__name__ or isinstance(module, (nn.Embedding, MoE))
         if parameters and module not in allowed and not known:
-            raise _refuse(name, f"a {type(module).__name__} may round differently in a larger batch")
+            raise _refuse(
+                name, f"a {type(module).__name__} may round differently in a larger batch"
+            )
     for block in blocks:
         if block.heads is None:
             names = block.columns.keys() | {block.row}

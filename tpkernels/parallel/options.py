@@ -58,13 +58,13 @@ class ModelOptions:
         if self.is_invariant and (self.uses_torch_styles or self.ffn_only):
             option = "ffn_only=True" if self.ffn_only else "a plan of torch styles"
             raise NotImplementedError(
-                f'numerics="invariant" needs layers of tpkernels.nn for all projections, and {option} '
-                "does not create them; leave it out"
+                'numerics="invariant" needs layers of tpkernels.nn for all projections, and '
+                f"{option} does not create them; leave it out"
             )
         if self.is_invariant and self.sequence_parallel:
             raise NotImplementedError(
-                f'numerics="invariant" does not support sequence_parallel={self.sequence_parallel!r}; '
-                "leave it out"
+                'numerics="invariant" does not support sequence_parallel='
+                f"{self.sequence_parallel!r}; leave it out"
             )
         if self.ffn_only and self.sequence_parallel:
             raise ValueError(

@@ -95,8 +95,9 @@ def parallelize(
         ValueError: ``mesh`` has several dims, a name in the plan matches no module, options exclude
             each other, or the numbers of heads are inconsistent.
         NotImplementedError: the architecture is not supported, a style of its plan cannot be
-            verified, or a module cannot keep ``numerics="invariant"``; a weight is quantized or cannot be packed; a replaced module has hooks, or is
-            shared with a module that is split differently.
+            verified, or a module cannot keep ``numerics="invariant"``; a weight is quantized or
+            cannot be packed; a replaced module has hooks, or is shared with a module that is split
+            differently.
     """
     check_mesh(mesh)
     options = ModelOptions(

@@ -225,11 +225,7 @@ def apply(model: PreTrainedModel, group: str, options: ModelOptions) -> None:
     rows = None
     sequence_parallel = options.effective_sequence_parallel
     # Models with invariant numerics use it for `decoder.join_norms`.
-    if (
-        stack is not None
-        and (sequence_parallel or options.is_invariant)
-        and stack.row_independent
-    ):
+    if stack is not None and (sequence_parallel or options.is_invariant) and stack.row_independent:
         rows = ResidualRows.for_group(group, sequence_parallel)
     layers: dict[nn.Module, nn.Module] = {}  # on the meta device, by replaced module
     for block in blocks:

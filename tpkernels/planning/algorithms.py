@@ -95,7 +95,9 @@ def _direct_bytes(problem: Problem, workspace_bytes: int) -> int:
         return max(row, min(max(problem.sizes) * row, chunk, workspace_bytes)) + _SLACK_BYTES
     copies = 1 + ceil_div(max(4, problem.dtype.itemsize), problem.dtype.itemsize)
     if problem.sum_units:
-        copies += _C.calls.SumTree(problem.sum_units.k_sizes, problem.sum_units.size, 0).max_nodes - 1
+        copies += (
+            _C.calls.SumTree(problem.sum_units.k_sizes, problem.sum_units.size, 0).max_nodes - 1
+        )
     chunk = min(problem.nbytes, _CHUNK_BYTES * problem.world)
     return chunk * copies + _SLACK_BYTES
 

@@ -131,7 +131,9 @@ def choose(
         reason = _find_obstacle(problem, "direct", capabilities)
         if reason is not None:
             raise NotImplementedError(f"{problem.op} with numerics 'invariant' {reason}")
-        return _make_plan(problem, "direct", "numerics 'invariant': no other algorithm sums by a tree")
+        return _make_plan(
+            problem, "direct", "numerics 'invariant': no other algorithm sums by a tree"
+        )
     default = _choose_by_rule(problem, capabilities)
     if default[0] in capabilities.unsupported:
         default = "unfused", f"'{default[0]}' {capabilities.unsupported[default[0]]}"

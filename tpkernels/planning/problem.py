@@ -28,7 +28,7 @@ from tpkernels.planning.op_spec import (
 from tpkernels.planning.table import Series
 
 # Summation of a reduction. ORDERED: in fp32, in rank order, rounded once. VENDOR: as the process
-# group does it. INVARIANT: by a tree over K that does not depend on the split (csrc/host/sum_tree.h).
+# group does it. INVARIANT: by a tree over K (csrc/host/sum_tree.h), for any number of ranks.
 ORDERED, VENDOR, INVARIANT = "ordered", "vendor", "invariant"
 NUMERICS = (VENDOR, ORDERED, INVARIANT)
 
@@ -134,9 +134,9 @@ class Problem:
         """Return the series of measurements and the extent within it, or None if the problem is
         never tuned.
 
-        Never tuned are empty problems, routed tokens, sums by a tree, and uneven splits. A split must
-        be even along the rows or, without a matmul, along the elements. For an all-to-all it must
-        be even along the first two dims.
+        Never tuned are empty problems, routed tokens, sums by a tree, and uneven splits. A split
+        must be even along the rows or, without a matmul, along the elements. For an all-to-all it
+        must be even along the first two dims.
 
         Bias, residual and norm are not part of the series, because they do not change the time.
         Numerics is part of it: `unfused` is slower if it sums in rank order.
