@@ -173,7 +173,7 @@ def test_an_op_has_one_name_everywhere(op: str) -> None:
 def test_every_op_is_in_the_table() -> None:
     shared = {"autograd", "column_matmul", "execution", "problems", "registration"}
     shared |= {"arguments", "planned_calls", "reference", "replacement", "tuner", "validation"}
-    shared |= {"grouped_matmul", "scaled_grouped_matmul", "experts"}
+    shared |= {"attention", "grouped_matmul", "scaled_grouped_matmul", "experts"}
     files = {path.stem for path in (PACKAGE / "ops").glob("[!_]*.py")}
     assert files - shared == set(OPS)
 

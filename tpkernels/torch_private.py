@@ -186,6 +186,12 @@ def direct_parameters(module: nn.Module) -> dict[str, Any]:
     return module._parameters
 
 
+def tensor_version(x: torch.Tensor) -> int:
+    """Return the number of in-place changes of a tensor. 0 for inference tensors, which do not
+    count them. No public API."""
+    return 0 if x.is_inference() else x._version
+
+
 def direct_children(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return the dict of direct submodules. No public API; attribute access is slower."""
     return module._modules

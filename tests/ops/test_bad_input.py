@@ -304,7 +304,7 @@ def options() -> Iterator[Refusal]:
     yield bad_value(pattern, tpkernels.init, **same, autotune=False)
     pattern = "numerics=None; it cannot be changed to .*numerics='ordered'"
     yield bad_value(pattern, tpkernels.init, **same, numerics="ordered")
-    pattern = "numerics is 'fast'; it can be 'vendor', 'ordered' or None"
+    pattern = "numerics is 'fast'; it can be 'vendor', 'ordered', 'invariant' or None"
     yield bad_value(pattern, tpkernels.init, numerics="fast")
     pattern = r"\[3, -4\] has a negative size"
     yield Refusal(ValueError, pattern, lambda group: tpkernels.empty(3, -4, group=group))

@@ -67,7 +67,8 @@ def make_mask(
     attention_mask: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor | None:
-    """Create ``sequences``, or the mask of SDPA if the kernel does not support the pattern.
+    """Create ``sequences``, or the mask of SDPA [batch, 1, queries, keys] if the kernel does not
+    support the pattern. Continuous batching ignores the result.
 
     Args:
         q_offset, kv_offset: positions of the first query and key.
@@ -81,13 +82,11 @@ def make_mask(
     padding = None
     if attention_mask is not None and not attention_mask[:, : begin + q_length].all():
         padding = attention_mask[:, : begin + q_length]
-    reason = None
-    if not _is_causal(mask_function):
-        reason = "a mask that is not causal"
-    elif padding is not None and (padding[:, 1:] < padding[:, :-1]).any():
-        reason = "padding after a token; pad on the left"
-    if reason is not None or torch.is_grad_enabled():
-        _refuse(options.get("config"), reason or "gradients; call the model under torch.no_grad()")
+    is_supported = _is_causal(mask_function) and not (
+        padding is not None and (padding[:, 1:] < padding[:, :-1]).any()
+    )
+    may_need_gradients = torch.is_grad_enabled() and not _is_invariant(options.get("config"))
+    if may_need_gradients or not is_supported:
         return sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -157,10 +156,15 @@ def forward(
     Returns:
         ([batch, queries, heads, D], None).
     """
-    config = getattr(module, "config", None)
-    reason = _find_obstacle(module, query, attention_mask, dropout, is_causal, options)
+    is_paged = hasattr(cache, "cache_allocators")
+    mask = None if is_paged else attention_mask
+    reason = _find_obstacle(module, query, mask, dropout, is_causal, options)
     if reason is not None:
-        _refuse(config, reason)
+        if is_paged or _is_invariant(getattr(module, "config", None)):
+            raise NotImplementedError(
+                f"the attention of tpkernels with invariant numerics, or in continuous batching, "
+                f"does not support {reason}"
+            )
         return _sdpa(
             module,
             query,
@@ -174,8 +178,8 @@ def forward(
             cache=cache,
             **options,
         )
-    sequences = attention_mask
-    if hasattr(cache, "cache_allocators"):
+    sequences = mask
+    if is_paged:
         key, value = cache.update(
             key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=options
         )
@@ -233,7 +237,7 @@ def _find_obstacle(
     if dropout:
         return "dropout; call model.eval()"
     if mask is not None and mask.dim() != 2:
-        return "a mask that is not causal"
+        return "masks that are not causal, or padding after a token; pad on the left"
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if not causal:
         return "a mask that is not causal"
@@ -242,10 +246,9 @@ def _find_obstacle(
     return None
 
 
-def _refuse(config: Any, reason: str) -> None:
-    """Raise NotImplementedError if the attention of ``config`` must be invariant."""
-    if getattr(config, "_attn_implementation", None) == INVARIANT_ATTENTION:
-        raise NotImplementedError(f'attention with numerics="invariant" does not support {reason}')
+def _is_invariant(config: Any) -> bool:
+    """Return whether the attention of a model must be invariant."""
+    return getattr(config, "_attn_implementation", None) == INVARIANT_ATTENTION
 
 
 def _sdpa(*args: Any, **options: Any) -> tuple[torch.Tensor, None]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,10 +30,7 @@ from torch.overrides import TorchFunctionMode
 from tpkernels.local.matmul import allocating_matmul
 from tpkernels.local.packed import pack
 from tpkernels.nn.moe import MoE
-from tpkernels.torch_private import direct_children, direct_parameters
-
-if TYPE_CHECKING:
-    from tpkernels.parallel.plans import Block
+from tpkernels.torch_private import direct_children, direct_parameters, tensor_version
 
 # Elements per vector of all vector units and dtypes, including unrolling. Below `_GRAIN` elements
 # torch uses no threads.
@@ -106,7 +103,7 @@ class _RouterMode(TorchFunctionMode):
     def _linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        version = 0 if weight.is_inference() else weight._version
+        version = tensor_version(weight)
         cached = self._packed.get(id(weight))
         if cached is None or cached[0] is not weight or cached[1] != version:
             cached = self._packed[id(weight)] = weight, version, pack(weight.detach().t())
@@ -130,23 +127,35 @@ def _run_router(parent: nn.Module, mode: _RouterMode, *args: Any, **options: Any
         return type(parent).forward(parent, *args, **options)
 
 
+def check_block(
+    name: str, module: nn.Module, projections: Collection[str | None], head_unit: int | None
+) -> None:
+    """Raise NotImplementedError if a parent of projections may not be invariant.
+
+    Args:
+        name: name of the module in the model.
+        projections: names of its linear layers.
+        head_unit: ``k_unit`` of an attention, or None for an MLP.
+    """
+    if head_unit is None and not _activation_names(module, projections):
+        raise _refuse(name, "its activation function is not a module")
+    if head_unit is not None and head_unit % 2:
+        raise _refuse(name, f"its head size {head_unit} is odd")
+
+
 def check(
-    model: nn.Module,
-    layers: Mapping[nn.Module, nn.Module],
-    blocks: Collection[Block],
-    experts: Collection[nn.Module],
+    model: nn.Module, replaced: Collection[nn.Module], experts: Collection[nn.Module]
 ) -> None:
     """Raise NotImplementedError for a module that may not be invariant.
 
     Args:
         model: the unsharded model.
-        layers: parallel layers by replaced module.
-        blocks: blocks of the plan.
+        replaced: modules that parallel layers replace, and their parents.
         experts: experts of the plan.
     """
     if not getattr(model, "_supports_attention_backend", False):
         raise _refuse(type(model).__name__, "its attention does not use the attention interface")
-    allowed = {*layers, *(block.module for block in blocks)}
+    allowed = {*replaced}
     for module in model.modules():
         if experts and {*module.children()} & {*experts}:
             allowed |= {*module.modules()}
@@ -161,13 +170,6 @@ def check(
             raise _refuse(
                 name, f"a {type(module).__name__} may round differently in a larger batch"
             )
-    for block in blocks:
-        if block.heads is None:
-            names = block.columns.keys() | {block.row}
-            if not _activation_names(block.module, names):
-                raise _refuse(block.name, "its activation function is not a module")
-        elif block.row_options["k_unit"] % 2:
-            raise _refuse(block.name, f"its head size {block.heads.head_dim} is odd")
 
 
 def _refuse(name: str, reason: str) -> NotImplementedError:

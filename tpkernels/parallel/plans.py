@@ -136,6 +136,11 @@ class Block:
         """Return the name of a child in the model."""
         return f"{self.name}.{child}" if self.name else child
 
+    @property
+    def projections(self) -> set[str | None]:
+        """Return the names of the projections."""
+        return {*self.columns, self.row}
+
     def refuse(self, child: str, reason: str) -> NotImplementedError:
         return _refuse(self.path(child), self.styles[child], reason)
 
@@ -256,7 +261,11 @@ def apply(model: PreTrainedModel, group: str, options: ModelOptions) -> None:
     if pack:
         decoder.check_packing(model, experts, options.packed_dtype)
     if options.is_invariant:
-        invariant.check(model, layers, blocks, [*experts.values()])
+        for block in blocks:
+            head_unit = block.row_options["k_unit"] if block.heads else None
+            invariant.check_block(block.name, block.module, block.projections, head_unit)
+        replaced = [*layers, *(block.module for block in blocks)]
+        invariant.check(model, replaced, [*experts.values()])
 
     # The model is unchanged up to this line, and no later line raises.
     for norm, norm_rows in norms.items():
@@ -270,7 +279,7 @@ def apply(model: PreTrainedModel, group: str, options: ModelOptions) -> None:
         _attach_hooks(block, group, rows)
     if options.is_invariant:
         for block in blocks:
-            invariant.pad_activations(block.module, block.columns.keys() | {block.row})
+            invariant.pad_activations(block.module, block.projections)
         for name in experts:
             invariant.make_router_invariant(model.get_submodule(name.rpartition(".")[0]))
     if not any(parameter.is_cuda for parameter in model.parameters()):
