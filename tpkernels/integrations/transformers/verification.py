@@ -54,7 +54,7 @@ from tpkernels.parallel.decoder import SharedInputLinear
 
 #: Both models round equally often, to the same dtypes, so their errors are two samples of one
 #: distribution. Norms of many errors are nearly equal; a few large elements make them differ. With
-#: this factor the largest difference was about half of the bound, in SmolLM2-135M and 8 small random
+#: this factor the largest difference was about half of the bound, in SmolLM2-135M and small random
 #: models in fp32, bf16 and fp16 on 1, 2, 3 and 5 ranks (AMD EPYC, torch 2.13, 2026-11-27).
 ERROR_FACTOR = 4.0
 #: Root mean square of a rounding error, in eps times the value: the error is uniform within half a
@@ -349,8 +349,8 @@ def _emulate_int8(model: nn.Module) -> None:
 
     for module in model.modules():
         is_linear = isinstance(module, nn.Linear) and module.in_features % 4 == 0
-        if is_linear or hasattr(module, "gate_up_proj") and hasattr(module, "num_experts"):
-            module.forward = partial(forward, module.forward)  # type: ignore[method-assign]
+        if is_linear or (hasattr(module, "gate_up_proj") and hasattr(module, "num_experts")):
+            module.forward = partial(forward, module.forward)
 
 
 def check_rank(options: LoadOptions, file: str, decoded: int, sabotage: Sabotage | None) -> Any:
