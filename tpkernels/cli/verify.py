@@ -27,6 +27,7 @@ from tpkernels.launch.terminal import (
 )
 
 _PROMPT_TOKENS = 64  # of the random prompt
+_INVARIANT_PROMPT_TOKENS = 80  # more than the largest chunk
 
 
 def verify(
@@ -34,7 +35,7 @@ def verify(
     tp: Annotated[str, Option("--tp", "--nproc", help="Numbers of ranks.")] = "1,2",
     prompt: Annotated[
         list[str] | None,
-        Option(help="Text to run the model on. Repeatable. Default: 64 random tokens."),
+        Option(help="Text to run the model on. Repeatable. Default: random tokens."),
     ] = None,
     tokens: Annotated[
         int, Option(help="Number of tokens at the end of a prompt to decode one by one.")
@@ -83,7 +84,8 @@ def verify(
         if not texts:
             generator = torch.Generator().manual_seed(0)
             vocabulary = config.get_text_config().vocab_size
-            return [torch.randint(vocabulary, (1, _PROMPT_TOKENS), generator=generator)]
+            count = _INVARIANT_PROMPT_TOKENS if invariant else _PROMPT_TOKENS
+            return [torch.randint(vocabulary, (1, count), generator=generator)]
         tokenizer = load_tokenizer(model)
         ids = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
         for text, entry in zip(texts, ids, strict=True):
