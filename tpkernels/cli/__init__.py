@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 COMMANDS = (
     *("info", "demo", "bench", "compare", "tune", "explain", "shard", "generate", "serve"),
+    "verify",
     "profile",
     "qualify",
 )

@@ -291,6 +291,16 @@ def from_pretrained(
     return blueprint.model.eval()
 
 
+def load_unsharded(checkpoint: Checkpoint, dtype: torch.dtype | None) -> PreTrainedModel:
+    """Load the unsharded model of a checkpoint on the CPU, in evaluation mode. Arguments and errors
+    are described in `from_pretrained`."""
+    blueprint = make_blueprint(checkpoint, dtype, lambda model: model, any_architecture=True)
+    _restore_buffers(blueprint.model, blueprint.buffers)
+    for slot in blueprint.slots:
+        _read(slot, torch.device("cpu"))
+    return blueprint.model.eval()
+
+
 def _fill(slot: Slot, device: torch.device, options: ModelOptions) -> None:
     """Read the local shard of a parameter, and pack it for its linear layers."""
     layers = [
