@@ -35,7 +35,7 @@ NOT_FROM_TORCH = {
         "_get_dtype_plan",
         "_hf_peft_config_loaded",
     ),
-    *("_attn_implementation", "_supports_attention_backend"),
+    *("_attn_implementation", "_experts_implementation", "_supports_attention_backend"),
     *("_is_expert_parallel", "_tp_plan", "_tp_size", "_true_initial_tokens", "_wake_up_loop"),
     # vLLM
     "_supports_parallel_config",

@@ -20,6 +20,7 @@ TESTS = (
     "tests/local",
     "tests/calls/test_warm.py",
     "tests/native/test_attention.py",
+    "tests/native/test_sum_tree.py",
     "tests/native/test_vectors.py",
     "tests/ops/test_bits.py",
     "tests/ops/test_weights.py",
