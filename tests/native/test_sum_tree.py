@@ -15,8 +15,8 @@ from tpkernels import _C
 from tpkernels.local.packed import pack_shard, scale_group
 
 BF16, F16, F32, INT8 = torch.bfloat16, torch.float16, torch.float32, torch.int8
-# (K, unit, N): full panels; an odd K; a short last unit; a unit that is no multiple of a tile; units
-# of a few elements; a head of 256.
+# (K, unit, N): full panels; an odd K; a short last unit; a unit that is no multiple of a tile;
+# units of a few elements; a head of 256.
 SHAPES = [(768, 64, 130), (577, 64, 64), (1000, 64, 70), (240, 80, 33), (96, 16, 9)]
 SHAPES += [(768, 256, 8)]
 FORMATS = [(F32, None), (BF16, None), (F16, None), (BF16, INT8), (F32, INT8)]
