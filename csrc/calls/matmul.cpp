@@ -48,6 +48,9 @@ const Threads& torch_threads() {
 // Minimum weight bytes per thread.
 constexpr std::size_t kGrainBytes = 128 << 10;
 
+// Maximum elements of K per unit of a tree, unless the weight is int8 (kGroups in panels.inc).
+constexpr std::size_t kMaxUnit = 256;
+
 // Minimum rows per chunk.
 constexpr std::size_t kMinChunkRows = 48;
 // Chunks per thread, if there are enough rows. With 4, a thread is idle for at most a quarter of
@@ -389,9 +392,12 @@ py::object multiply_nodes(const Tensor& x, const py::handle& w, const host::Loca
                       weight.packed() && weight.k == rows.shape[1];
   const auto k = static_cast<std::size_t>(weight.k), unit = tree.unit;
   if (!packed || (k + unit - 1) / unit != tree.steps.size() ||
+      (weight.group == 0 && unit > kMaxUnit) ||
       unit % (weight.group ? weight.group : host::kGroupBytes / size_of(weight.dtype)) != 0) {
     throw std::invalid_argument(
-        "a sum by a tree needs a packed weight that fits x, and units of complete groups");
+        "a sum by a tree needs a packed weight that fits x, and units of complete groups of at "
+        "most "
+        "256 elements");
   }
   py::tuple shape(static_cast<std::size_t>(x.ndim) + 1);
   shape[0] = tree.nodes;

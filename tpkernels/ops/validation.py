@@ -43,6 +43,7 @@ from tpkernels.planning.problem import INVARIANT
 from tpkernels.torch_private import elements_overlap
 
 INDICES = (torch.int32, torch.int64)
+_MAX_SUM_UNIT = 256  # of a sum by a tree (csrc/calls/matmul.cpp)
 SCALED_OUT = (torch.bfloat16, torch.float16, torch.float32)
 NO_GRADIENT = (
     "call it under torch.no_grad(), or keep the operands in a wider dtype and use the op without "
@@ -369,6 +370,9 @@ def sum_units(spec: OpSpec, args: ReduceArguments, group: Group) -> SumUnits | N
             f"k_unit is {unit}; with this weight it must be a multiple of {multiple}, the elements "
             "of K that are stored together"
         )
+    is_int8 = isinstance(w, torch.Tensor) and w.dtype == torch.int8
+    if unit > _MAX_SUM_UNIT and not is_int8:
+        raise ValueError(f"k_unit is {unit}; it can be at most {_MAX_SUM_UNIT}")
     if args.wire_dtype not in (None, torch.float32):
         raise ValueError(f"{op} sends float32, but wire_dtype is {dtypes.name(args.wire_dtype)}")
     return SumUnits(unit, sizes)
