@@ -16,6 +16,7 @@
     prefill        `ranks` with sequence-parallel prefill (``sequence_parallel="prefill"``)
     both           `ranks` with packed weights and sequence-parallel prefill
     invariant      `packed` with ``numerics="invariant"``
+    sdpa           `packed` with SDPA of torch instead of the attention kernel
     experts        `packed` with expert parallelism (``expert_parallel=True``)
     plain_experts  `experts` without packed weights
 
@@ -53,7 +54,7 @@ from tpkernels.launch import Ranks
 PREFILL, PROMPT, FORWARDS = 512, 32, (1, 8, 512)
 SETUPS = ("threads", "thread", "torch", "transformers", "ranks", "packed", "prefill", "both")
 EXPERTS = (
-    *("invariant", "experts", "plain_experts"),
+    *("invariant", "sdpa", "experts", "plain_experts"),
     *(
         f"{setup}:{implementation}"
         for setup in ("threads", "transformers")
@@ -124,10 +125,12 @@ def load_model(setup: str, folder: str, compiled: bool) -> None:
             folder,
             mesh,
             sequence_parallel=sequence_parallel,
-            pack=setup in ("packed", "both", "experts"),
+            pack=setup in ("packed", "sdpa", "both", "experts"),
             expert_parallel=setup.endswith("experts"),
             numerics="invariant" if setup == "invariant" else "ordered",
         )
+    if setup == "sdpa":
+        model.set_attn_implementation("sdpa")
     _models[setup] = torch.compile(model.eval()) if compiled else model.eval()
 
 
