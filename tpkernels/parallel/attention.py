@@ -52,11 +52,12 @@ def as_sdpa(model: Any) -> Iterator[None]:
     if name not in (ATTENTION, INVARIANT_ATTENTION):
         yield
         return
-    model.set_attn_implementation("sdpa")
+    # `set_attn_implementation` rejects "sdpa" for models with soft caps.
+    model.config._attn_implementation = "sdpa"
     try:
         yield
     finally:
-        model.set_attn_implementation(name)
+        model.config._attn_implementation = name
 
 
 def make_mask(
@@ -245,8 +246,10 @@ def _packed_sequences(
 def _make_dense(
     mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
 ) -> torch.Tensor | None:
-    """Convert a result of `make_mask` to a mask of SDPA. Without a mask, SDPA assumes that the first
-    key belongs to the first query."""
+    """Convert a result of `make_mask` to a mask of SDPA.
+
+    Without a mask, SDPA assumes that the first key belongs to the first query.
+    """
     queries, keys = query.shape[2], key.shape[2]
     if mask is None and queries in (1, keys):
         return None
