@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 import tpkernels
 from tests.support import hf_models
 from tests.support.ranked import find_unexpected_messages, fresh_group, on_ranks
-from tests.support.tiers import sweep
+from tests.support.tiers import sweep, thorough
 from tpkernels.parallel import decoder, invariant
 
 transformers = pytest.importorskip("transformers")
@@ -162,22 +162,22 @@ def find_variations(model: Any, ids: torch.Tensor, expected: torch.Tensor) -> li
     return find_differences(results, expected)
 
 
+QUICK_CASES = [("llama", *WEIGHTS[0], 3), ("gemma2", *WEIGHTS[1], 2)]
+THOROUGH_CASES = [("mixtral", *WEIGHTS[3], 5), ("qwen2_moe", *WEIGHTS[2], 3)]
 CASES = [
-    ("llama", *WEIGHTS[0], 3),
-    ("gemma2", *WEIGHTS[1], 2),
-    ("mixtral", *WEIGHTS[3], 5),
-    ("qwen2_moe", *WEIGHTS[2], 3),
-]
-CASES += [
-    case
-    for case in (
-        (name, *weight, world) for world in (2, 3, 5) for name in MODELS for weight in WEIGHTS
-    )
-    if case not in CASES
+    *QUICK_CASES,
+    *(thorough(*case) for case in THOROUGH_CASES),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            (name, *weight, world) for world in (2, 3, 5) for name in MODELS for weight in WEIGHTS
+        )
+        if case not in QUICK_CASES + THOROUGH_CASES
+    ),
 ]
 
 
-@pytest.mark.parametrize(("model_type", "dtype", "pack", "world"), sweep(CASES, 2, num_thorough=2))
+@pytest.mark.parametrize(("model_type", "dtype", "pack", "world"), CASES)
 @on_ranks(timeout=240)
 def test_logits_depend_only_on_the_preceding_tokens(
     model_type: str, dtype: torch.dtype, pack: bool | str
