@@ -42,7 +42,7 @@ def chunk_sizes(total: int, world: int) -> list[int]:
     return [max(0, min(chunk, total - rank * chunk)) for rank in range(world)]
 
 
-def check_sizes(sizes: Sequence[int], world: int) -> tuple[int, ...]:
+def check_sizes(sizes: Sequence[int], world: int, name: str = "shard_sizes") -> tuple[int, ...]:
     """Return ``sizes`` as a tuple, after checking that it is a split over ``world`` ranks.
 
     Raises:
@@ -50,8 +50,8 @@ def check_sizes(sizes: Sequence[int], world: int) -> tuple[int, ...]:
     """
     if len(sizes) != world:
         raise ValueError(
-            f"shard_sizes has {len(sizes)} entries {list(sizes)} but the group has {world} ranks"
+            f"{name} has {len(sizes)} entries {list(sizes)} but the group has {world} ranks"
         )
     if any(size < 0 for size in sizes):
-        raise ValueError(f"shard_sizes {list(sizes)} has a negative entry")
+        raise ValueError(f"{name} {list(sizes)} has a negative entry")
     return tuple(int(size) for size in sizes)

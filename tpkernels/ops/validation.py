@@ -347,7 +347,9 @@ def sum_units(spec: OpSpec, args: ReduceArguments, group: Group) -> SumUnits | N
             f"{dtypes.name(x.dtype)} on {x.device}"
         )
     k = x.shape[-1]
-    sizes = check_sizes([k] * group.world if args.k_sizes is None else args.k_sizes, group.world)
+    sizes = (k,) * group.world
+    if args.k_sizes is not None:
+        sizes = check_sizes(args.k_sizes, group.world, "k_sizes")
     local = sizes[group.rank]
     if local not in (0, k) or not any(sizes):
         raise ValueError(f"k_sizes is {list(sizes)}, but x of rank {group.rank} has K={k}")

@@ -4,8 +4,10 @@ transformers selects the attention function and the function that creates its ma
 ``config._attn_implementation``. `ATTENTION` falls back to SDPA for gradients, dropout, and masks
 that are not causal. `INVARIANT_ATTENTION` raises NotImplementedError instead.
 
-The mask of this kernel is the argument ``sequences`` of `tpkernels.ops.attention.attention`. It is
-None if each query sees all keys before it.
+The mask of this kernel is an int64 tensor [S, 7]: the argument ``sequences`` of
+`tpkernels.ops.attention.attention`, and the sliding window, or 0, as the last column. Some models
+pass the window only in the mask. The mask is None if each query sees all keys before it, and the
+last key belongs to the last query.
 """
 
 from __future__ import annotations
@@ -50,11 +52,12 @@ def as_sdpa(model: Any) -> Iterator[None]:
     if name not in (ATTENTION, INVARIANT_ATTENTION):
         yield
         return
-    model.set_attn_implementation("sdpa")
+    # `set_attn_implementation` rejects "sdpa" for models with soft caps.
+    model.config._attn_implementation = "sdpa"
     try:
         yield
     finally:
-        model.set_attn_implementation(name)
+        model.config._attn_implementation = name
 
 
 def make_mask(
@@ -67,7 +70,7 @@ def make_mask(
     attention_mask: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor | None:
-    """Create ``sequences``, or the mask of SDPA [batch, 1, queries, keys] if the kernel does not
+    """Create the mask of the kernel, or of SDPA [batch, 1, queries, keys] if the kernel does not
     support the pattern. Continuous batching ignores the result.
 
     Args:
@@ -87,6 +90,8 @@ def make_mask(
     )
     may_need_gradients = torch.is_grad_enabled() and not _is_invariant(options.get("config"))
     if may_need_gradients or not is_supported:
+        if q_length not in (1, kv_length):
+            options["allow_is_causal_skip"] = False  # None would mean that q_offset is 0
         return sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -97,23 +102,35 @@ def make_mask(
             attention_mask=attention_mask,
             **options,
         )
-    own_key = begin - kv_offset
-    if padding is None and kv_offset == 0 and own_key + q_length == kv_length:
+    own_key, window = begin - kv_offset, 0
+    if mask_function is not _causal_mask_function():
+        window = options.get("local_size") or 0
+    is_full = padding is None and kv_offset == 0 and own_key + q_length == kv_length
+    if is_full and (not window or kv_length <= window):
         return None
     firsts = [0] * batch_size if padding is None else (~padding).sum(1).tolist()
     rows = []
     for index, first in enumerate(firsts):
         hidden = min(max(0, first - begin), q_length)  # queries that are padding
         first_key, skipped = max(0, first - kv_offset), max(0, kv_offset - first)
-        rows.append((index, hidden, q_length - hidden, first_key, own_key + hidden, skipped))
+        rows.append(
+            (index, hidden, q_length - hidden, first_key, own_key + hidden, skipped, window)
+        )
     return torch.tensor(rows)
+
+
+def _causal_mask_function() -> Callable[..., Any]:
+    from transformers.masking_utils import causal_mask_function
+
+    function: Callable[..., Any] = causal_mask_function
+    return function
 
 
 def _is_causal(mask_function: Callable[..., Any] | None) -> bool:
     """Return whether a mask is causal, possibly with a sliding window."""
     from transformers import masking_utils
 
-    causal = masking_utils.causal_mask_function
+    causal = _causal_mask_function()
     if mask_function is causal:
         return True
     window = masking_utils.sliding_window_causal_mask_function(1)
@@ -148,6 +165,7 @@ def forward(
         query: [batch, heads, queries, D].
         key, value: [batch, kv_heads, keys, D].
         attention_mask: a result of `make_mask`.
+        sliding_window: number of keys that a query sees, or None if only the mask has it.
         s_aux: attention sinks [heads].
         cache: paged cache of continuous batching. Its keys and values are those of all requests.
         options: further arguments of transformers. Continuous batching passes cumulative lengths
@@ -170,7 +188,7 @@ def forward(
             query,
             key,
             value,
-            attention_mask,
+            _make_dense(mask, query, key) if _has_causal_mask(module, is_causal) else mask,
             scaling=scaling,
             dropout=dropout,
             softcap=softcap,
@@ -178,11 +196,15 @@ def forward(
             cache=cache,
             **options,
         )
-    sequences = mask
+    sequences, window = None, sliding_window
+    if mask is not None:
+        sequences = mask[:, :6].contiguous()
+        window = int(mask[0, 6]) if window is None else window
     if is_paged:
         key, value = cache.update(
             key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=options
         )
+        window = getattr(cache.layer_to_allocator[module.layer_idx], "sliding_window", None)
         sequences = _packed_sequences(
             tuple(options["cu_seq_lens_q"].tolist()),
             tuple(options["cu_seq_lens_k"].tolist()),
@@ -194,7 +216,7 @@ def forward(
         value,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sequences=sequences,
-        window=sliding_window or 0,
+        window=window or 0,
         cap=softcap or 0.0,
         sinks=None if s_aux is None else s_aux.float(),
     )
@@ -221,6 +243,30 @@ def _packed_sequences(
     return torch.tensor(rows)
 
 
+def _make_dense(
+    mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
+) -> torch.Tensor | None:
+    """Convert a result of `make_mask` to a mask of SDPA.
+
+    Without a mask, SDPA assumes that the first key belongs to the first query.
+    """
+    queries, keys = query.shape[2], key.shape[2]
+    if mask is None and queries in (1, keys):
+        return None
+    if mask is not None and mask.dim() != 2:
+        return mask
+    entries: Any = [(i, 0, queries, 0, keys - queries, 0, 0) for i in range(len(query))]
+    if mask is not None:
+        entries = mask.tolist()
+    visible = torch.zeros(len(query), 1, queries, keys, dtype=torch.bool, device=query.device)
+    key_index = torch.arange(keys, device=query.device)
+    for i, first, count, first_key, own_key, _, window in entries:
+        own_keys = own_key + torch.arange(count, device=query.device)[:, None]
+        seen = (key_index >= first_key) & (key_index <= own_keys)
+        visible[i, 0, first : first + count] = seen & (key_index > own_keys - (window or keys))
+    return visible | ~visible.any(-1, keepdim=True)  # SDPA returns NaN for queries without keys
+
+
 def _find_obstacle(
     module: nn.Module,
     query: torch.Tensor,
@@ -238,12 +284,15 @@ def _find_obstacle(
         return "dropout; call model.eval()"
     if mask is not None and mask.dim() != 2:
         return "masks that are not causal, or padding after a token; pad on the left"
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    if not causal:
+    if not _has_causal_mask(module, is_causal):
         return "a mask that is not causal"
     if options.get("position_bias") is not None:
         return "a position bias"
     return None
+
+
+def _has_causal_mask(module: nn.Module, is_causal: bool | None) -> bool:
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
 def _is_invariant(config: Any) -> bool:

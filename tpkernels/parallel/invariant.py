@@ -39,6 +39,8 @@ _VECTOR, _GRAIN = 64, 32768
 # and AVX2: fp32, bf16 and fp16.
 _UNARY = frozenset({torch.sigmoid, F.sigmoid, torch.Tensor.sigmoid, F.silu, F.gelu, F.softplus})
 
+_CASTS = frozenset({torch.Tensor.type, torch.Tensor.to, torch.Tensor.float})
+
 
 def apply_padded(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """Apply an elementwise function to x [..., width], so that each element is in a full vector.
@@ -85,30 +87,49 @@ def _activation_names(parent: nn.Module, projections: Collection[str | None]) ->
 
 
 class _RouterMode(TorchFunctionMode):
-    """Multiplies by replicated plain weights with packed copies, and pads elementwise functions."""
+    """Multiplies by replicated plain weights with packed copies, and pads elementwise functions.
+
+    Casts of parameters are cached, because some routers cast their weight to float32 in each call.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._packed: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        #: By operation and id of the source: source, its version, and result.
+        self._derived: dict[object, tuple[torch.Tensor, int, torch.Tensor]] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func is F.linear and not kwargs:
             return self._linear(*args)
+        if func in _CASTS and isinstance(args[0], nn.Parameter) and not torch.is_grad_enabled():
+            key = func, args[1:], tuple(kwargs.items())
+            return self._derive(key, args[0], lambda: func(*args, **kwargs))
         if func in _UNARY and isinstance(args[0], torch.Tensor):
-            return apply_padded(partial(func, **(kwargs or {})), args[0])
-        return func(*args, **(kwargs or {}))
+            return apply_padded(partial(func, **kwargs), args[0])
+        return func(*args, **kwargs)
 
     def _linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        version = tensor_version(weight)
-        cached = self._packed.get(id(weight))
-        if cached is None or cached[0] is not weight or cached[1] != version:
-            cached = self._packed[id(weight)] = weight, version, pack(weight.detach().t())
-        y = allocating_matmul(x.reshape(-1, x.shape[-1]), cached[2], bias)
+        is_cast = any(result is weight for _, _, result in self._derived.values())
+        if is_cast or isinstance(weight, nn.Parameter):
+            packed = self._derive("pack", weight, lambda: pack(weight.detach().t()))
+        else:  # a temporary tensor
+            packed = pack(weight.detach().t())
+        y = allocating_matmul(x.reshape(-1, x.shape[-1]), packed, bias)
         return y.view(*x.shape[:-1], -1)
+
+    def _derive(
+        self, operation: object, source: torch.Tensor, derive: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the result of an operation, computed again only if the source has changed."""
+        key, version = (operation, id(source)), tensor_version(source)
+        cached = self._derived.get(key)
+        if cached is None or cached[0] is not source or cached[1] != version:
+            cached = self._derived[key] = source, version, derive()
+        return cached[2]
 
     def __deepcopy__(self, memo: object) -> _RouterMode:
         return _RouterMode()
@@ -135,9 +156,10 @@ def check_block(
     Args:
         name: name of the module in the model.
         projections: names of its linear layers.
-        head_unit: ``k_unit`` of an attention, or None for an MLP.
+        head_unit: ``k_unit`` of an attention that is split by heads, otherwise None.
     """
-    if head_unit is None and not _activation_names(module, projections):
+    is_attention = "Attention" in type(module).__name__  # not split by heads
+    if head_unit is None and not is_attention and not _activation_names(module, projections):
         raise _refuse(name, "its activation function is not a module")
     if head_unit is not None and head_unit % 2:
         raise _refuse(name, f"its head size {head_unit} is odd")
