@@ -406,7 +406,8 @@ py::object multiply_nodes(const Tensor& x, const py::handle& w, const host::Loca
   py::object out = empty(shape, dtype);
   const MatmulKernel kernel = select_gemm_kernel(
       rows, weight, DType::kF32, {static_cast<std::size_t>(rows.shape[0]), std::size_t{0}});
-  if (!kernel.multiply) return out;  // no rows
+  if (rows.shape[0] == 0) return out;
+  if (!kernel.multiply) throw std::invalid_argument("x and the packed weight differ in dtype");
   Tensor first_node = flatten(tensor(out), out_sizes);
   out_sizes[0] = rows.shape[0];
   run(rows, weight, first_node, {}, kernel, &tree);

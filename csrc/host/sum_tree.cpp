@@ -62,7 +62,9 @@ SumTree::SumTree(const std::vector<std::size_t>& sizes, std::size_t unit, std::s
     k += size;
   }
   if (k == 0 || rank >= sizes.size())
-    throw std::invalid_argument("K is 0, or there is no such rank");
+    throw std::invalid_argument("K is " + std::to_string(k) + " on " +
+                                std::to_string(sizes.size()) + " ranks, and the rank is " +
+                                std::to_string(rank));
   const std::size_t total = (k + unit - 1) / unit;
   std::vector<Node> stack;
   std::size_t begin = 0;

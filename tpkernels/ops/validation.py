@@ -43,7 +43,8 @@ from tpkernels.planning.problem import INVARIANT
 from tpkernels.torch_private import elements_overlap
 
 INDICES = (torch.int32, torch.int64)
-_MAX_SUM_UNIT = 256  # of a sum by a tree (csrc/calls/matmul.cpp)
+# Limits of a sum by a tree (csrc/calls/matmul.cpp, sum_tree.h).
+_MAX_SUM_UNIT, _MAX_SUM_K = 256, 1 << 24
 SCALED_OUT = (torch.bfloat16, torch.float16, torch.float32)
 NO_GRADIENT = (
     "call it under torch.no_grad(), or keep the operands in a wider dtype and use the op without "
@@ -359,6 +360,8 @@ def sum_units(spec: OpSpec, args: ReduceArguments, group: Group) -> SumUnits | N
             "different numbers of rows; pass tpkernels.pack(w)"
         )
     last = max(rank for rank, size in enumerate(sizes) if size)
+    if sum(sizes) > _MAX_SUM_K:
+        raise ValueError(f"k_sizes is {list(sizes)}; the sum can be at most {_MAX_SUM_K}")
     if unit < 1 or any(size % unit for size in sizes[:last]):
         raise ValueError(
             f"k_sizes is {list(sizes)} and k_unit is {unit}; k_unit must divide all sizes except "

@@ -43,6 +43,17 @@ def use(model: Any, *, invariant: bool) -> None:
         return
     register()
     model.set_attn_implementation(INVARIANT_ATTENTION if invariant else ATTENTION)
+    if invariant:
+        model.base_model.register_forward_pre_hook(_check_name)
+
+
+def _check_name(model: Any, args: object) -> None:
+    """Forward pre-hook of a model with invariant numerics."""
+    if not _is_invariant(model.config):
+        raise NotImplementedError(
+            'numerics="invariant" does not support the attention '
+            f"{model.config._attn_implementation!r}; load the model without invariant numerics"
+        )
 
 
 @contextlib.contextmanager
@@ -81,15 +92,19 @@ def make_mask(
     """
     from transformers.masking_utils import sdpa_mask
 
-    begin = int(q_offset)
-    padding = None
-    if attention_mask is not None and not attention_mask[:, : begin + q_length].all():
-        padding = attention_mask[:, : begin + q_length]
-    is_supported = _is_causal(mask_function) and not (
-        padding is not None and (padding[:, 1:] < padding[:, :-1]).any()
+    uses_sdpa = not _is_invariant(options.get("config")) and (
+        torch.is_grad_enabled() or torch.compiler.is_compiling()
     )
-    may_need_gradients = torch.is_grad_enabled() and not _is_invariant(options.get("config"))
-    if may_need_gradients or not is_supported:
+    begin = 0 if uses_sdpa else int(q_offset)
+    padding = None
+    if attention_mask is not None and not uses_sdpa:
+        padding = attention_mask[:, : begin + q_length]
+        uses_sdpa = padding.shape[1] < begin + q_length or bool(
+            (padding[:, 1:] < padding[:, :-1]).any()  # padding after a token
+        )
+        if padding.all():
+            padding = None
+    if uses_sdpa or not _is_causal(mask_function):
         if q_length not in (1, kv_length):
             options["allow_is_causal_skip"] = False  # None would mean that q_offset is 0
         return sdpa_mask(
@@ -116,7 +131,8 @@ def make_mask(
         rows.append(
             (index, hidden, q_length - hidden, first_key, own_key + hidden, skipped, window)
         )
-    return torch.tensor(rows)
+    # Four dims: transformers uses such a mask unchanged if it is passed as ``attention_mask``.
+    return torch.tensor(rows)[:, None, None]
 
 
 def _causal_mask_function() -> Callable[..., Any]:
@@ -165,7 +181,8 @@ def forward(
         query: [batch, heads, queries, D].
         key, value: [batch, kv_heads, keys, D].
         attention_mask: a result of `make_mask`.
-        sliding_window: number of keys that a query sees, or None if only the mask has it.
+        sliding_window: ignored. The mask or the paged cache has the window: some models pass none,
+            or one that their mask ignores.
         s_aux: attention sinks [heads].
         cache: paged cache of continuous batching. Its keys and values are those of all requests.
         options: further arguments of transformers. Continuous batching passes cumulative lengths
@@ -196,15 +213,15 @@ def forward(
             cache=cache,
             **options,
         )
-    sequences, window = None, sliding_window
+    sequences, window = None, 0
     if mask is not None:
-        sequences = mask[:, :6].contiguous()
-        window = int(mask[0, 6]) if window is None else window
+        table = mask.flatten(0, 2)
+        sequences, window = table[:, :6].contiguous(), int(table[0, 6])
     if is_paged:
         key, value = cache.update(
             key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=options
         )
-        window = getattr(cache.layer_to_allocator[module.layer_idx], "sliding_window", None)
+        window = getattr(cache.layer_to_allocator[module.layer_idx], "sliding_window", None) or 0
         sequences = _packed_sequences(
             tuple(options["cu_seq_lens_q"].tolist()),
             tuple(options["cu_seq_lens_k"].tolist()),
@@ -216,7 +233,7 @@ def forward(
         value,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sequences=sequences,
-        window=window or 0,
+        window=window,
         cap=softcap or 0.0,
         sinks=None if s_aux is None else s_aux.float(),
     )
@@ -253,11 +270,11 @@ def _make_dense(
     queries, keys = query.shape[2], key.shape[2]
     if mask is None and queries in (1, keys):
         return None
-    if mask is not None and mask.dim() != 2:
+    if mask is not None and mask.dtype != torch.int64:
         return mask
     entries: Any = [(i, 0, queries, 0, keys - queries, 0, 0) for i in range(len(query))]
     if mask is not None:
-        entries = mask.tolist()
+        entries = mask.flatten(0, 2).tolist()
     visible = torch.zeros(len(query), 1, queries, keys, dtype=torch.bool, device=query.device)
     key_index = torch.arange(keys, device=query.device)
     for i, first, count, first_key, own_key, _, window in entries:
@@ -282,12 +299,14 @@ def _find_obstacle(
         return "gradients; call the model under torch.no_grad()"
     if dropout:
         return "dropout; call model.eval()"
-    if mask is not None and mask.dim() != 2:
+    if mask is not None and mask.dtype != torch.int64:
         return "masks that are not causal, or padding after a token; pad on the left"
     if not _has_causal_mask(module, is_causal):
         return "a mask that is not causal"
     if options.get("position_bias") is not None:
         return "a position bias"
+    if "cu_seq_lens_q" in options and options.get("position_ids") is None:
+        return f"a {type(module).__name__} that does not pass position_ids"
     return None
 
 

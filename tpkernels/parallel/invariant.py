@@ -68,7 +68,7 @@ class PaddedActivation(nn.Module):
 
 
 def pad_activations(parent: nn.Module, projections: Collection[str | None]) -> None:
-    """Replace the activations of a block. ``projections`` are the names of its linear layers."""
+    """Replace the activations of an MLP. ``projections`` are the names of its linear layers."""
     for name in _activation_names(parent, projections):
         setattr(parent, name, PaddedActivation(getattr(parent, name)))
 
@@ -80,7 +80,8 @@ def _activation_names(parent: nn.Module, projections: Collection[str | None]) ->
         for name, child in direct_children(parent).items()
         if child is not None
         and name not in projections
-        and "Rotary" not in type(child).__name__
+        and not isinstance(child, nn.Dropout)
+        and "Norm" not in type(child).__name__
         and not any(True for _ in child.parameters())
         and not any(True for _ in child.buffers())
     ]
@@ -187,11 +188,20 @@ def check(
             p.device.type not in ("cpu", "meta") or p.dtype == torch.float64 for p in parameters
         ):
             raise _refuse(name, "it has float64 weights or is not on the CPU")
+        if _uses_length(module):
+            raise _refuse(name, "its frequencies depend on the longest sequence of the batch")
         known = "Norm" in type(module).__name__ or isinstance(module, (nn.Embedding, MoE))
         if parameters and module not in allowed and not known:
             raise _refuse(
                 name, f"a {type(module).__name__} may round differently in a larger batch"
             )
+
+
+def _uses_length(module: nn.Module) -> bool:
+    """Return whether a rotary embedding depends on the lengths of all sequences in the batch."""
+    rope_type = getattr(module, "rope_type", None)
+    types = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
+    return any(kind in ("dynamic", "longrope") for kind in types)
 
 
 def _refuse(name: str, reason: str) -> NotImplementedError:

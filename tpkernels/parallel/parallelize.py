@@ -117,7 +117,7 @@ def split_model(model: Model, mesh: DeviceMesh, options: ModelOptions) -> Model:
         return _apply_plan(model, mesh, options.plan)
     # Probes of model code run on the CPU, whatever the default device of the caller.
     with torch.device("cpu"):
-        plans.apply(model, groups.group_name(mesh), options)
+        plans.apply(model, groups.group_name(mesh), options, mesh.device_type)
     model_methods.attach(model, mesh)
     return model
 

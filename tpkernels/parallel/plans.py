@@ -209,10 +209,12 @@ def check_style(model: PreTrainedModel, name: str, module: nn.Module, style: Par
         )
 
 
-def apply(model: PreTrainedModel, group: str, options: ModelOptions) -> None:
+def apply(model: PreTrainedModel, group: str, options: ModelOptions, device: str = "cpu") -> None:
     """Split a model as `tpkernels.parallelize` does without torch styles. All modules are checked
     before the first is replaced. ``group`` is a group name, possibly of a
-    `tpkernels.nn.sharding.placeholder_group`."""
+    `tpkernels.nn.sharding.placeholder_group`, and ``device`` the device type of its ranks."""
+    if options.is_invariant and device != "cpu":
+        raise NotImplementedError(f'numerics="invariant" supports CPUs only, not {device}')
     plan = options.plan
     if plan is None:
         check_has_plan(getattr(model, "config", None), type(model).__name__)
@@ -279,10 +281,11 @@ def apply(model: PreTrainedModel, group: str, options: ModelOptions) -> None:
         _attach_hooks(block, group, rows)
     if options.is_invariant:
         for block in blocks:
-            invariant.pad_activations(block.module, block.projections)
+            if not _is_attention(block.module):
+                invariant.pad_activations(block.module, block.projections)
         for name in experts:
             invariant.make_router_invariant(model.get_submodule(name.rpartition(".")[0]))
-    if not any(parameter.is_cuda for parameter in model.parameters()):
+    if device == "cpu":
         attention.use(model, invariant=options.is_invariant)
     if stack is not None:
         if rows is not None:
