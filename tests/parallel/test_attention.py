@@ -47,6 +47,8 @@ MODELS: dict[str, dict[str, Any]] = {
         sliding_window=WINDOW,
         max_window_layers=1,
     ),
+    # The mask ignores the window of the configuration.
+    "olmoe": dict(sliding_window=WINDOW, num_experts=5, num_experts_per_tok=2),
 }
 
 
@@ -74,8 +76,8 @@ def make_rows(queries: int, keys: int, begin: int = 0, **options: Any) -> list[R
         mask = attention.make_mask(2, queries, keys, q_offset=begin, **causal(**options))
     if mask is None:
         return None
-    assert mask.dtype == torch.int64 and mask.shape[1:] == (7,)
-    return [tuple(row) for row in mask.tolist()]
+    assert mask.dtype == torch.int64 and mask.shape[1:] == (1, 1, 7)
+    return [tuple(row) for row in mask.flatten(0, 2).tolist()]
 
 
 def causal(window: int = 0, padding: list[int] | None = None, **options: Any) -> dict[str, Any]:
@@ -205,6 +207,19 @@ def make_calls() -> dict[str, Callable[[Any], torch.Tensor]]:
         "right padding": lambda m: m(ids, attention_mask=left.flip(1)).logits[:, :-6],
         "packed": lambda m: m(ids[:1], position_ids=packed, use_cache=False).logits,
     }
+
+
+def test_generation_with_a_static_cache(mesh: DeviceMesh) -> None:
+    """transformers creates the masks before the call, and passes them to the model. Tokens equal
+    those of a dynamic cache."""
+    model = tpkernels.parallelize(hf_models.make("llama").eval(), mesh, sequence_parallel=False)
+    ids, left = torch.arange(1, 13).view(2, 6), torch.ones(2, 6, dtype=torch.long)
+    left[1, :2] = 0
+    options = dict(attention_mask=left, max_new_tokens=8, do_sample=False, disable_compile=True)
+    dynamic, static = (
+        model.generate(ids, **options, cache_implementation=kind) for kind in (None, "static")
+    )
+    assert torch.equal(dynamic, static)
 
 
 @pytest.mark.parametrize("model_type", MODELS)

@@ -288,6 +288,7 @@ def use_ordered_sums(model: Any) -> Any:
 def use_sdpa(model: Any) -> Any:
     parallel = parallelize(model, hf_models.make_world_mesh())
     parallel.set_attn_implementation("sdpa")
+    parallel.base_model._forward_pre_hooks.clear()  # they refuse this attention
     return parallel
 
 
@@ -390,7 +391,8 @@ def test_options_and_models_that_cannot_be_invariant_are_refused() -> list[str]:
     no_module = make("llama")
     del no_module.model.layers[0].mlp.act_fn
     no_module.model.layers[0].mlp.act_fn = torch.nn.functional.silu
-    old_attention = make("llama")
+    old_attention, dynamic = make("llama"), make("llama")
+    dynamic.model.rotary_emb.rope_type = "dynamic"
     mixed = make("llama")
     mixed.model.norm.double()
     attempts = {
@@ -412,6 +414,7 @@ def test_options_and_models_that_cannot_be_invariant_are_refused() -> list[str]:
         "model.layers.0: a LlamaDecoderLayer may round differently": attempt(scaled),
         "a.b: its head size 11 is odd": lambda: invariant.check_block("a.b", nn.Module(), [], 11),
         "model.layers.0.mlp: its activation function is not a module": attempt(no_module),
+        "model.rotary_emb: its frequencies depend on the longest": attempt(dynamic),
         'numerics is \'exact\'; expected "ordered" or "invariant"': lambda: parallelize(
             make("llama"), mesh, numerics="exact"
         ),
@@ -434,9 +437,12 @@ def test_calls_that_cannot_be_invariant_are_refused() -> list[str]:
     packed = torch.arange(4).repeat(1, 2)
     full = torch.ones(2, 1, 8, 8, dtype=torch.bool)
     failures = find_unexpected_messages({"no_grad": lambda: model(ids)})
+    other_attention = parallelize(make("llama"), hf_models.make_world_mesh())
+    other_attention.set_attn_implementation("sdpa")
     with torch.no_grad():
         return failures + find_unexpected_messages(
             {
+                "does not support the attention 'sdpa'": lambda: other_attention(ids),
                 "padding after a token; pad on the left": lambda: model(
                     ids, attention_mask=right_padding
                 ),
