@@ -11,6 +11,7 @@ import copy
 import itertools
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -338,6 +339,30 @@ def test_the_comparison_detects_plain_routers_and_windows() -> None:
     for layer in gemma.model.layers:
         layer.self_attn.sliding_window = layer.self_attn.sliding_window and 15
     assert find_differences({"prompt": run_prompt(parallelize(gemma, mesh), ids)}, expected)
+
+
+def find_dependence_on_position(function: Callable[[torch.Tensor], torch.Tensor]) -> list[str]:
+    """Apply a function to rows in different orders and on different numbers of threads."""
+    failures = []
+    for width, rows in itertools.product((8, 72, 128, 200), range(521, 551, 6)):
+        x = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows)) * 3
+        want = function(x)
+        for threads in (1, 3):
+            with torch_threads(threads):
+                same = torch.equal(function(x), want)
+                same &= torch.equal(function(x.flip(0)).flip(0), want)
+                same &= torch.equal(function(x[5:6]), want[5:6])
+            failures += [] if same else [f"[{rows}, {width}], {threads} threads"]
+    return failures
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "sigmoid", "softplus"])
+def test_padded_activations_do_not_depend_on_the_position(name: str) -> None:
+    """3 threads, and rows that do not fill vectors. Without padding, silu differs."""
+    function = getattr(torch.nn.functional, name)
+    assert not find_dependence_on_position(partial(invariant.apply_padded, function))
+    if name == "silu" and torch.backends.cpu.get_cpu_capability() != "DEFAULT":
+        assert any("3 threads" in text for text in find_dependence_on_position(function))
 
 
 # Copies of models.
