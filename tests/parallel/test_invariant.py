@@ -299,7 +299,7 @@ def use_partial_vectors(model: Any) -> Any:
     parallel = parallelize(model, hf_models.make_world_mesh())
     for module in parallel.modules():
         if isinstance(module, invariant.PaddedActivation):
-            module.forward = module.activation.forward
+            module.forward = module.activation.forward  # type: ignore[method-assign]
     return parallel
 
 
