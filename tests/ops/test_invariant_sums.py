@@ -24,7 +24,7 @@ from tpkernels.ops import reference
 
 F32, BF16, INT8 = torch.float32, torch.bfloat16, torch.int8
 EPS = 1e-5
-EPILOGUES = [{}, {"bias"}, {"residual"}, {"bias", "residual"}]
+EPILOGUES: list[set[str]] = [set(), {"bias"}, {"residual"}, {"bias", "residual"}]
 
 
 @dataclass(frozen=True)

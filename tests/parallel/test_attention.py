@@ -66,10 +66,8 @@ def mesh() -> Iterator[DeviceMesh]:
 
 # Masks.
 
-Row = tuple[int, int, int, int, int, int, int]
 
-
-def make_rows(queries: int, keys: int, begin: int = 0, **options: Any) -> list[Row] | None:
+def make_rows(queries: int, keys: int, begin: int = 0, **options: Any) -> Any:
     """Return `make_mask` of 2 sequences as a list, or None. ``begin``: position of the first
     query."""
     with torch.no_grad():
@@ -154,7 +152,7 @@ def other_masks() -> dict[str, dict[str, Any]]:
 def test_other_masks_are_those_of_sdpa(name: str) -> None:
     arguments = {"allow_is_causal_skip": False, "device": "cpu", **other_masks()[name]}
     with torch.no_grad():
-        mask = attention.make_mask(2, 6, 6, **arguments)
+        mask: Any = attention.make_mask(2, 6, 6, **arguments)
     want = masking_utils.sdpa_mask(2, 6, 6, **arguments)
     assert mask.shape[2:] == (6, 6) and torch.equal(mask, want)
 
@@ -165,7 +163,7 @@ def test_masks_for_gradients_are_those_of_sdpa() -> None:
     with torch.enable_grad():
         assert attention.make_mask(2, 6, 6, device="cpu", **causal()) is None
         for begin, keys in ((3, 9), (0, 12)):
-            mask = attention.make_mask(2, 6, keys, q_offset=begin, device="cpu", **causal())
+            mask: Any = attention.make_mask(2, 6, keys, q_offset=begin, device="cpu", **causal())
             own = begin + torch.arange(6)[:, None]
             assert torch.equal(mask, (torch.arange(keys) <= own).expand(2, 1, 6, keys))
 
