@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -195,9 +196,9 @@ py::object attention(const py::object& q, const py::handle& k, const py::handle&
     throw std::invalid_argument("window is " + std::to_string(window) +
                                 "; it must be 0 (no limit) or positive");
   }
-  if (!(cap >= 0)) {
+  if (!(cap >= 0 && std::isfinite(cap))) {
     throw std::invalid_argument("cap is " + std::to_string(cap) +
-                                "; it must be 0 (no cap) or positive");
+                                "; it must be 0 (no cap), or positive and finite");
   }
   Attention a;
   if (!sinks.is_none()) {

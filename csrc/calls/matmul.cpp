@@ -395,9 +395,9 @@ py::object multiply_nodes(const Tensor& x, const py::handle& w, const host::Loca
       (weight.group == 0 && unit > kMaxUnit) ||
       unit % (weight.group ? weight.group : host::kGroupBytes / size_of(weight.dtype)) != 0) {
     throw std::invalid_argument(
-        "a sum by a tree needs a packed weight that fits x, and units of complete groups of at "
-        "most "
-        "256 elements");
+        "a sum by a tree needs a packed weight with the K of x, " + std::to_string(rows.shape[1]) +
+        ", and units of complete groups, of at most " + std::to_string(kMaxUnit) +
+        " elements unless the weight is int8; the unit is " + std::to_string(unit));
   }
   py::tuple shape(static_cast<std::size_t>(x.ndim) + 1);
   shape[0] = tree.nodes;

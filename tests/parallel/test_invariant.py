@@ -395,6 +395,10 @@ def test_copies_and_new_router_weights(model_type: str) -> None:
     }
     parallel.load_state_dict(weights, strict=False)
     assert torch.equal(run_prompt(parallel, ids), second), "the old router weights are used"
+    for name, weight in models[0].named_parameters():
+        if "mlp.gate." in name:
+            parallel.get_parameter(name).data = weight.detach().clone()
+    assert torch.equal(run_prompt(parallel, ids), first), "the replaced router weights are used"
     for name, candidate in candidates.items():
         assert torch.equal(run_prompt(candidate, ids), first), name
         candidate.load_state_dict(weights, strict=False)

@@ -144,6 +144,7 @@ def queued(rank: int, world: int) -> Iterator[tuple[Queue, Any]]:
         return x
 
     group = SimpleNamespace(
+        numerics=None,
         rank=rank,
         world=world,
         timeout_on=lambda device: 30.0,

@@ -4,7 +4,7 @@ transformers selects the attention function and the function that creates its ma
 ``config._attn_implementation``. `ATTENTION` falls back to SDPA for gradients, dropout, and masks
 that are not causal. `INVARIANT_ATTENTION` raises NotImplementedError instead.
 
-The mask of this kernel is an int64 tensor [S, 7]: the argument ``sequences`` of
+The mask of this kernel is an int64 tensor [S, 1, 1, 7]: the argument ``sequences`` of
 `tpkernels.ops.attention.attention`, and the sliding window, or 0, as the last column. Some models
 pass the window only in the mask. The mask is None if each query sees all keys before it, and the
 last key belongs to the last query.

@@ -95,15 +95,15 @@ class _RouterMode(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        #: By operation and id of the source: source, its version, and result.
-        self._derived: dict[object, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        #: By operation and id of the source: source, its state, and result.
+        self._derived: dict[object, tuple[torch.Tensor, object, torch.Tensor]] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.linear and not kwargs:
-            return self._linear(*args)
+        if func is F.linear:
+            return self._linear(*args, **kwargs)
         if func in _CASTS and isinstance(args[0], nn.Parameter) and not torch.is_grad_enabled():
             key = func, args[1:], tuple(kwargs.items())
             return self._derive(key, args[0], lambda: func(*args, **kwargs))
@@ -112,24 +112,26 @@ class _RouterMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
+        """Run ``F.linear``, with its argument names."""
         is_cast = any(result is weight for _, _, result in self._derived.values())
         if is_cast or isinstance(weight, nn.Parameter):
             packed = self._derive("pack", weight, lambda: pack(weight.detach().t()))
         else:  # a temporary tensor
             packed = pack(weight.detach().t())
-        y = allocating_matmul(x.reshape(-1, x.shape[-1]), packed, bias)
-        return y.view(*x.shape[:-1], -1)
+        y = allocating_matmul(input.reshape(-1, input.shape[-1]), packed, bias)
+        return y.view(*input.shape[:-1], -1)
 
     def _derive(
         self, operation: object, source: torch.Tensor, derive: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         """Return the result of an operation, computed again only if the source has changed."""
-        key, version = (operation, id(source)), tensor_version(source)
+        key = operation, id(source)
+        state = tensor_version(source), source.data_ptr(), source.dtype
         cached = self._derived.get(key)
-        if cached is None or cached[0] is not source or cached[1] != version:
-            cached = self._derived[key] = source, version, derive()
+        if cached is None or cached[0] is not source or cached[1] != state:
+            cached = self._derived[key] = source, state, derive()
         return cached[2]
 
     def __deepcopy__(self, memo: object) -> _RouterMode:

@@ -83,6 +83,7 @@ class VirtualRank:
 
     node = None
     name = "virtual"
+    numerics: str | None = None
 
     def __init__(self, workspace: DeviceWorkspace, device: torch.device) -> None:
         self.rank, self.world, self.workspace = workspace.rank, workspace.world, self
