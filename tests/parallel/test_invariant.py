@@ -496,6 +496,8 @@ def test_reductions_that_cannot_be_invariant_are_refused() -> list[str]:
         w = tpkernels.pack(plain)
         low = x[:, :126].bfloat16(), tpkernels.pack(plain[:126].bfloat16())
         int8 = tpkernels.pack(plain, torch.int8)
+        scattered = tpkernels.nn.RowParallelLinear(256, 8, group, k_unit=64, sequence_parallel=True)
+        scattered.pack_()
 
         def call(x: Any = x, w: Any = w, **options: Any) -> Callable[[], Any]:
             return lambda: tpkernels.matmul_all_reduce(x, w, group, **options)
@@ -504,6 +506,7 @@ def test_reductions_that_cannot_be_invariant_are_refused() -> list[str]:
         return find_unexpected_messages(
             {
                 "GEMMs with plain weights round differently": call(w=plain),
+                "k_unit) does not support sequence parallelism": lambda: scattered(x),
                 "matmul_reduce_scatter with numerics 'invariant' is not supported": (
                     lambda: tpkernels.matmul_reduce_scatter(x, w, group)
                 ),

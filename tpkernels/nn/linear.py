@@ -377,6 +377,11 @@ def row_parallel(
     stays fp32. ``w`` [K, N] may be packed. ``sum_options`` are ``k_sizes`` and ``k_unit`` of
     `tpkernels.matmul_all_reduce`.
     """
+    if sum_options and scatter_dim is not None:
+        raise NotImplementedError(
+            "a sum by a tree (k_unit) does not support sequence parallelism; pass "
+            "sequence_parallel=False"
+        )
     # The ops are called directly to save function calls, see `column_parallel`.
     out_dtype = None if residual is None else residual.dtype
     y: torch.Tensor
