@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 import tpkernels
-from tests.support.cases import DTYPES
+from tests.support.cases import DTYPES, RanksFixture
+from tests.support.faults import get_workspace
 from tests.support.ranked import SMALLEST_WORKSPACE, copy_to_layout, fresh_group, on_ranks
 from tests.support.tiers import sweep
 from tpkernels import _C
@@ -205,6 +206,37 @@ def test_integers_and_several_chunks() -> list[str]:
                 operands = Operands.draw(shape, dtype, integers=True)
                 failures += find_failures(group, own_group, shape, operands, integers=dtype == F32)
     return failures
+
+
+def delayed_job(rows: int, **broken: bool) -> int:
+    """Return the number of calls with wrong results, with delays before signals and waits."""
+    shape, wrong = Shape(rows, 1000, 130), 0
+    sizes = shape.sizes([3, 8, 5])  # the ranks send different numbers of nodes
+    with torch.no_grad(), fresh_group() as group:
+        operands = Operands.draw(shape, F32, integers=False)
+        x, w = operands.local(sizes, group.rank(), "plain")
+        want = operands.sum_on_one_rank(shape, set())
+        for call in range(21):
+            # Powers of 2 scale the sums exactly.
+            got = tpkernels.matmul_all_reduce(x * 2**call, w, group, k_sizes=sizes)
+            wrong += not torch.equal(got, want * 2**call)
+            if call == 0:  # the first call has set up the group
+                get_workspace(group).set_chaos(seed=group.rank() + 1, max_delay_us=1000, **broken)
+        dist.barrier()  # a rank that skips waits may be ahead, and must not end the group yet
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("rows", "broken"), [(1, {}), (40, {}), (1, {"single_buffer": True})], ids=str
+)
+def test_delays_and_a_negative_control(
+    ranks: RanksFixture, rows: int, broken: dict[str, bool]
+) -> None:
+    """One-shot and two-shot. A single buffer fails in one-shot; in two-shot, the signal of the
+    results protects it."""
+    tries = range(10 if broken else 1)  # failures depend on timing
+    wrong = (sum(ranks(3).run(delayed_job, rows, timeout=60, **broken)) for _ in tries)
+    assert any(wrong) == bool(broken)
 
 
 @on_ranks(3)
