@@ -173,7 +173,7 @@ struct ItemQueue {
   std::atomic<std::size_t> next{0};
 };
 
-// Each thread takes items until none is left. The range only determines the number of threads.
+// Threads take items from the queue until it is empty. The range only determines their number.
 void attend_items(std::int64_t, std::int64_t, void* context) {
   auto& queue = *static_cast<ItemQueue*>(context);
   for (;;) {

@@ -16,17 +16,7 @@ SCHEMA = (
 )
 
 
-def _fake(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    scale: float,
-    sequences: torch.Tensor | None = None,
-    window: int = 0,
-    cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
     batch, heads, queries, _ = q.shape
     return q.new_empty(batch, queries, heads, v.shape[-1])
 

@@ -48,12 +48,7 @@ def _new_collective(call: Call) -> _C.calls.Collective:
     spec = problem.spec
     call_args = workspace.channel, workspace.segments, plan.signature, plan.description
     if spec.keeps_sum:
-        tree = None
-        if problem.sum_units:
-            tree = call.cache["tree"] = _C.calls.SumTree(
-                problem.sum_units.k_sizes, problem.sum_units.size, rank
-            )
-        return _C.calls.Collective(*call_args, "all_reduce", tree=tree)
+        return _C.calls.Collective(*call_args, "all_reduce", tree=_get_tree(call))
     layout = _layout(problem.shape, problem.split_dim, problem.sizes)
     if spec.routed:
         return _C.calls.Collective(*call_args, "dispatch" if spec.dispatches else "combine", layout)
@@ -75,6 +70,14 @@ def _new_collective(call: Call) -> _C.calls.Collective:
         output_layout,
         max_slice_numel,
     )
+
+
+def _get_tree(call: Call) -> _C.calls.SumTree | None:
+    """Return the tree of the sums over K, or None if partial sums are reduced."""
+    units = call.problem.sum_units
+    if units is not None and "tree" not in call.cache:
+        call.cache["tree"] = _C.calls.SumTree(units.k_sizes, units.size, call.group.rank)
+    return call.cache.get("tree")
 
 
 def _layout(shape: Sequence[int], dim: int, sizes: tuple[int, ...]) -> _C.host.ShardLayout:
@@ -143,11 +146,11 @@ def _routing(call: Call, topk_ids: torch.Tensor) -> _C.calls.Routing:
 
 def _compute_partial(call: Call, x: torch.Tensor, w: Weight | None) -> torch.Tensor:
     """Return the local partial sums, or their nodes if they are summed by a tree."""
-    if call.problem.sum_units is None:
+    tree = _get_tree(call)
+    if tree is None:
         return compute_partial(call, x, w)
-    get_collective(call)
     assert isinstance(w, torch.Tensor)  # checked by validation.py
-    return _C.calls.multiply_nodes(x.contiguous(), w, call.cache["tree"])
+    return _C.calls.multiply_nodes(x.contiguous(), w, tree)
 
 
 def reduce(
