@@ -6,7 +6,7 @@ the same names in this module also accept a ProcessGroup, a DeviceMesh or a (mes
 
 from typing import TYPE_CHECKING, Any
 
-from tpkernels import compile, mesh, nccl, nn, numerics, ops
+from tpkernels import c10d, compile, mesh, nccl, nn, numerics, ops
 from tpkernels.common.shards import shard_sizes
 from tpkernels.common.version import VERSION
 from tpkernels.errors import (
@@ -32,6 +32,7 @@ from tpkernels.qualification import qualify
 from tpkernels.timing import benchmark
 
 __version__ = VERSION
+c10d.register()
 
 __all__ = [
     "CollectiveMismatchError",

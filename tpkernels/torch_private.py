@@ -241,6 +241,34 @@ def get_timeout(pg: dist.ProcessGroup, device: str) -> timedelta | None:
         return None
 
 
+# What torch passes to the constructor of a backend: store, rank, size, timeout and names. No public
+# API; torch documents it for third-party backends.
+BackendOptions = _distributed_c10d._DistributedBackendOptions
+
+
+def make_gloo_group(
+    options: BackendOptions,
+) -> tuple[dist.ProcessGroupGloo, dist.ProcessGroup]:
+    """Return a gloo backend for the ranks of a backend, and a process group for CPU tensors that
+    uses it and is not registered. No public API: `new_group` registers the group."""
+    store = dist.PrefixStore("gloo", options.store)
+    rank, size = options.group_rank, options.group_size
+    gloo = dist.ProcessGroupGloo(store, rank, size, options.timeout)
+    gloo._set_sequence_number_for_group()
+    group, kind = dist.ProcessGroup(store, rank, size), dist.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cpu"), kind, gloo)
+    return gloo, group
+
+
+def pybind11_abi() -> list[str]:
+    """Return the compiler flags for a module that shares classes with torch. No public API;
+    `torch.utils.cpp_extension` has them for its own compilations."""
+    names = {name: f"_PYBIND11_{name}" for name in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")}
+    values = {name: getattr(torch._C, attribute, None) for name, attribute in names.items()}
+    return [f'-DPYBIND11_{name}="{value}"' for name, value in values.items() if value is not None]
+
+
 def all_gather_single(
     pg: dist.ProcessGroup, gathered: torch.Tensor, x: torch.Tensor, options: AllgatherOptions
 ) -> dist.Work:

@@ -145,6 +145,7 @@ void bind_group_calls(py::module_& m) {
       .def_property_readonly("lock", &GroupCalls::lock)
       .def("renew_lock", &GroupCalls::renew_lock)
       .def_readwrite("in_call", &GroupCalls::in_call)
+      .def_readwrite("has_pending_calls", &GroupCalls::has_pending_calls)
       .def_readwrite("open", &GroupCalls::open)
       .def_readwrite("untuned_in_capture", &GroupCalls::untuned_in_capture);
   py::class_<BoundCall, std::shared_ptr<BoundCall>>(m, "BoundCall");

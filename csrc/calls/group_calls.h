@@ -87,13 +87,13 @@ class GroupCalls {
   std::shared_ptr<Lock> lock() const { return lock_; }
   void renew_lock() { lock_ = std::make_shared<Lock>(); }
 
-  // Holds the group lock during a call. `can_run` is false if the group is not open, or if this
-  // thread is in a call already.
+  // Holds the group lock during a call. `can_run` is false if the group is not open, if this thread
+  // is in a call already, or if the call must wait for asynchronous collectives.
   class CallGuard {
    public:
     explicit CallGuard(GroupCalls& group) : group_(group), lock_(group.lock()) {
       lock_->acquire();
-      can_run = group.open && !group.in_call;
+      can_run = group.open && !group.in_call && !group.has_pending_calls;
       if (can_run) group.in_call = true;
     }
     ~CallGuard() {
@@ -112,6 +112,7 @@ class GroupCalls {
 
   bool in_call = false;  // set by the thread that holds the lock
   bool open = true;      // false after a failure, after close, and in a fork
+  bool has_pending_calls = false;  // asynchronous collectives of the backend "tpkernels"
   // Set if a problem was planned during a graph capture. Captures do not tune, so the first call
   // after the capture clears the plan cache.
   bool untuned_in_capture = false;

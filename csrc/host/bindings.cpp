@@ -182,6 +182,33 @@ void bind_collectives(py::module_& m) {
       .def("__len__", &Segments::size);
 
   m.def(
+      "run_collective",
+      [](Channel& channel, const std::string& name, std::uint32_t signature,
+         const std::string& description, std::uintptr_t in, std::uintptr_t out, std::size_t count,
+         int dtype, int op, std::vector<std::size_t> sizes, std::vector<std::size_t> out_sizes,
+         std::size_t max_slice, const std::vector<std::uintptr_t>& shard_outs) {
+        std::vector<std::byte*> outs;
+        for (const std::uintptr_t address : shard_outs) outs.push_back(pointer(address));
+        CollectiveArgs args{};
+        args.in.data = pointer(in);
+        args.out = pointer(out);
+        args.count = count;
+        args.dtype = args.epilogue.out_dtype = static_cast<DType>(dtype);
+        args.op = static_cast<ReduceOp>(op);
+        if (!outs.empty()) args.shard_outs = &outs;
+        const Shards shards{{1, 1, std::move(sizes)}, {1, 1, std::move(out_sizes)}, max_slice};
+        const std::uint64_t caller = std::exchange(caller_id, 0);  // any thread may make the call
+        struct Restore {
+          std::uint64_t caller;
+          ~Restore() { caller_id = caller; }
+        } const restore{caller};
+        collective(name, shards)(channel, {signature, description}, args, shards);
+      },
+      py::arg("channel"), py::arg("name"), py::arg("signature"), py::arg("description"),
+      py::arg("input"), py::arg("out"), py::arg("count"), py::arg("dtype"), py::arg("op"),
+      py::arg("sizes"), py::arg("out_sizes"), py::arg("max_slice"), py::arg("shard_outs"),
+      ReleaseGil());
+  m.def(
       "sum_partials",
       [](std::uintptr_t out, const std::vector<std::uintptr_t>& partials, int wire,
          std::size_t begin, std::size_t count, const Epilogue& epilogue) {

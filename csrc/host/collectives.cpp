@@ -145,6 +145,17 @@ Epilogue epilogue_from(Epilogue epilogue, std::size_t first) {
   return epilogue;
 }
 
+// Reduces `count` elements of the partials to `out`. `first` is their index in the result.
+void reduce(const CollectiveArgs& args, void* out, const std::vector<const std::byte*>& partials,
+            std::size_t first, std::size_t count) {
+  if (args.op == ReduceOp::kSum && is_floating(args.dtype)) {
+    sum_partials(out, partials, args.dtype, first, count, epilogue_from(args.epilogue, first),
+                 args.tree ? &args.tree->merges() : nullptr);
+  } else {
+    reduce_partials(out, partials, args.dtype, args.op, count);
+  }
+}
+
 // Bytes of the sum per RMSNorm step, which fit the L1 cache.
 constexpr std::size_t kNormBlockBytes = 8 << 10;
 
@@ -152,7 +163,6 @@ constexpr std::size_t kNormBlockBytes = 8 << 10;
 void all_gather(Channel& channel, const CallId& call, const CollectiveArgs& args,
                 const Shards& shards) {
   const Source& in = args.in;
-  std::byte* const out = args.out;
   const ShardLayout& layout = shards.layout;
   const std::size_t element = size_of(args.dtype);
   const int rank = channel.rank();
@@ -160,6 +170,15 @@ void all_gather(Channel& channel, const CallId& call, const CollectiveArgs& args
   const std::size_t largest = largest_shard(layout, element);
   const std::size_t step = align_down(std::min(kChunkBytes, channel.capacity()));
   const bool stream = largest * layout.sizes.size() >= kStreamBytes;
+  // Copies bytes [begin, begin + bytes) of the shard of `owner` to its output.
+  const auto copy_out = [&](int owner, std::size_t begin, const std::byte* src, std::size_t bytes) {
+    Strided to = shard(args.out, layout, owner, element);
+    if (args.shard_outs) to.base = (*args.shard_outs)[static_cast<std::size_t>(owner)];
+    if (!to.base) return;
+    to.for_range(begin, bytes, [&](std::byte* dst, std::size_t offset, std::size_t m) {
+      copy(dst, src + offset, m, stream);
+    });
+  };
   for_each_chunk(channel, call, largest, step, [&](std::size_t begin, bool last) {
     const std::size_t n = clip_to_chunk(local_bytes, begin, step);
     if (in.segment != 0) {
@@ -168,21 +187,13 @@ void all_gather(Channel& channel, const CallId& call, const CollectiveArgs& args
       share(channel, channel.buffer(rank), in.data + begin, n);
     }
     channel.publish(Phase::kData);
-    shard(out, layout, rank, element)
-        .for_range(begin, n, [&](std::byte* dst, std::size_t offset, std::size_t m) {
-          copy(dst, in.data + begin + offset, m, stream);
-        });
+    copy_out(rank, begin, in.data + begin, n);
     for_each_peer(channel, [&](int peer) {
       channel.wait(peer, Phase::kData);
       const std::size_t peer_bytes = clip_to_chunk(shard_bytes(layout, peer, element), begin, step);
       if (peer_bytes == 0) return;  // its shard has ended: the location is past the end
       const std::byte* src = channel.data(peer, peer_bytes);
-      channel.sharing().timed([&] {
-        shard(out, layout, peer, element)
-            .for_range(begin, peer_bytes, [&](std::byte* dst, std::size_t offset, std::size_t m) {
-              copy(dst, src + offset, m, stream);
-            });
-      });
+      channel.sharing().timed([&] { copy_out(peer, begin, src, peer_bytes); });
     });
     if (last) release_sources(channel, in);
   });
@@ -192,7 +203,6 @@ void all_gather(Channel& channel, const CallId& call, const CollectiveArgs& args
 void reduce_scatter(Channel& channel, const CallId& call, const CollectiveArgs& args,
                     const Shards& shards) {
   const Source& in = args.in;
-  const Epilogue& epilogue = args.epilogue;
   const ShardLayout& layout = shards.layout;
   const std::size_t element = size_of(args.dtype);
   const int world = channel.world();
@@ -230,8 +240,8 @@ void reduce_scatter(Channel& channel, const CallId& call, const CollectiveArgs& 
     }
     const std::size_t first = begin / element;
     channel.sharing().timed([&] {
-      sum_partials(args.out + first * size_of(epilogue.out_dtype), partials, args.dtype, first,
-                   n / element, epilogue_from(epilogue, first));
+      reduce(args, args.out + first * size_of(args.epilogue.out_dtype), partials, first,
+             n / element);
     });
     if (last) release_sources(channel, in_place ? in : Source{in.data});
   });
@@ -356,9 +366,7 @@ void all_reduce(Channel& channel, const CallId& call, const CollectiveArgs& args
       const std::size_t m = std::min(block, local_count - offset);
       const std::size_t element_begin = begin + first + offset;
       channel.sharing().timed([&] {
-        sum_partials(local_result + offset * out_element, partials, args.dtype, element_begin, m,
-                     epilogue_from(epilogue, element_begin),
-                     args.tree ? &args.tree->merges() : nullptr);
+        reduce(args, local_result + offset * out_element, partials, element_begin, m);
       });
       for (const std::byte*& partial : partials) partial += m * element;
       if (one_shot) normalise(begin + offset + m);
@@ -486,6 +494,10 @@ void combine(Channel& channel, const CallId& call, const CollectiveArgs& args,
       });
 }
 
+void barrier(Channel& channel, const CallId& call, const CollectiveArgs&, const Shards&) {
+  for_each_chunk(channel, call, 0, 1, [&](std::size_t, bool) { channel.barrier(); });
+}
+
 struct Entry {
   std::string_view name;
   Collective run;
@@ -495,7 +507,8 @@ struct Entry {
 constexpr Entry kCollectives[] = {
     {"all_gather", all_gather, 1}, {"reduce_scatter", reduce_scatter, 1},
     {"all_to_all", all_to_all, 2}, {"all_reduce", all_reduce, 0},
-    {"dispatch", dispatch, 1},     {"combine", combine, 1}};
+    {"dispatch", dispatch, 1},     {"combine", combine, 1},
+    {"barrier", barrier, 0}};
 
 }  // namespace
 

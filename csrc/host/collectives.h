@@ -1,8 +1,10 @@
-// Problem: all-gather, reduce-scatter, all-to-all and all-reduce of CPU tensors over a channel, and
-// MoE dispatch and combine.
+// Problem: all-gather, reduce-scatter, all-to-all, all-reduce and barrier of CPU tensors over a
+// channel, and MoE dispatch and combine.
 //
 // Algorithm: data moves in chunks. Each chunk is one call of the channel (one epoch).
-//   all_gather       Write the local chunk; copy the chunk of every peer.
+//   all_gather       Write the local chunk; copy the chunk of every peer. A broadcast is an
+//                    all-gather in which only the shard of the root has elements. A gather is an
+//                    all-gather in which only the root copies.
 //   reduce_scatter   For each peer, write its slice of the local partial; sum the slices for this
 //                    rank.
 //   all_to_all       For each peer, write its slice of the local shard; copy the slices of peers.
@@ -13,6 +15,7 @@
 //   dispatch         Write the local tokens that peers need; copy tokens of peers to their rows.
 //   combine          For each peer, write the rows of its tokens; for each local token, compute the
 //                    weighted sum of its k rows.
+//   barrier          Signal; wait for the signal of every peer.
 //
 // Invariant 1 (safe reads): a chunk is a call, so the invariants of the channel cover it.
 //
@@ -21,7 +24,7 @@
 //
 // Invariant 3 (bitwise identical): sums run over ranks 0..W-1, or over the nodes of a tree
 // (sum_tree.h), in fp32 and round once. So one-shot and two-shot results are bitwise identical, on
-// every rank.
+// every rank. The other reductions (reduce_ops.h) run over ranks 0..W-1 as well.
 //
 // Invariant 4 (symmetric tensors): peers read input in a symmetric tensor in place. The last chunk
 // ends with a `kRead` signal from every peer. The user may write to the tensor after that.
@@ -35,6 +38,7 @@
 #include <vector>
 
 #include "host/channel.h"
+#include "host/reduce_ops.h"
 #include "host/routing.h"
 #include "host/sum_tree.h"
 #include "host/vector.h"
@@ -114,14 +118,18 @@ struct CollectiveArgs {
   std::byte* out;
   std::size_t count;  // elements of the input; of a node if there is a tree
   DType dtype;        // dtype of the input, and communication dtype
-  Epilogue epilogue;  // applied after a sum
+  Epilogue epilogue;  // applied after a sum of floating-point elements; else only `out_dtype`
   RmsNorm norm{};
   const SumTree* tree = nullptr;       // of an all-reduce: the input has the local fp32 nodes
   const Routing* routing = nullptr;    // for dispatch and combine
   const std::byte* weights = nullptr;  // for combine: [tokens, k], fp64 for fp64 rows, else fp32
+  ReduceOp op = ReduceOp::kSum;
+  // For an all-gather with `outer` = 1, instead of `out`: the output of the shard of each rank. Null
+  // for shards that this rank does not need.
+  const std::vector<std::byte*>* shard_outs = nullptr;
 };
 
-// Shard layouts of a collective. Empty for an all-reduce. Dispatch and combine use only
+// Shard layouts of a collective. Empty for an all-reduce and a barrier. Dispatch and combine use only
 // `layout.inner`, the elements of a row.
 struct Shards {
   ShardLayout layout{};             // gathered or scattered tensor; input of an all-to-all

@@ -16,10 +16,22 @@
 
 namespace tpkernels::host {
 
-enum class DType : int { kF32 = 0, kF16 = 1, kBF16 = 2, kF64 = 3 };
+// The collectives also move and reduce integers. All other functions take floating-point dtypes.
+enum class DType : int {
+  kF32 = 0,
+  kF16 = 1,
+  kBF16 = 2,
+  kF64 = 3,
+  kU8 = 4,
+  kI8 = 5,
+  kI16 = 6,
+  kI32 = 7,
+  kI64 = 8
+};
 
 constexpr std::size_t size_of(DType dtype) {
-  return dtype == DType::kF64 ? 8 : dtype == DType::kF32 ? 4 : 2;
+  constexpr std::size_t kSizes[] = {4, 2, 2, 8, 1, 1, 2, 4, 8};
+  return kSizes[static_cast<int>(dtype)];
 }
 
 struct VectorUnit {

@@ -102,6 +102,7 @@ class GroupCalls:
     lock: Lock
     def renew_lock(self) -> None: ...
     in_call: bool
+    has_pending_calls: bool
     open: bool
     untuned_in_capture: bool
 

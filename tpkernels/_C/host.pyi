@@ -93,6 +93,21 @@ class Segments:
     def locate(self, address: int, nbytes: int) -> tuple[int, int]: ...
     def __len__(self) -> int: ...
 
+def run_collective(
+    channel: Channel,
+    name: str,
+    signature: int,
+    description: str,
+    input: int,
+    out: int,
+    count: int,
+    dtype: int,
+    op: int,
+    sizes: Sequence[int],
+    out_sizes: Sequence[int],
+    max_slice: int,
+    shard_outs: Sequence[int],
+) -> None: ...
 def sum_partials(
     out: int, partials: Sequence[int], wire: int, begin: int, count: int, epilogue: Epilogue, /
 ) -> None: ...

@@ -153,6 +153,7 @@ def run(
     """
     group = call.group
     try:
+        group.drain()
         with group.lock:
             group.check_usable()
             if call.problem.device == "cuda":

@@ -321,7 +321,7 @@ def _reduces_by_nccl(call: Call) -> bool:
 
 
 def _pg(call: Call) -> ProcessGroup:
-    return call.group.pg
+    return call.group.collectives_on(call.problem.device)
 
 
 def _options(cls: type[GroupOptions], call: Call) -> GroupOptions:

@@ -1,6 +1,6 @@
 """The registry of groups by name, and public functions with a ``group`` argument.
 
-`_groups`, `_inherited` and `_checked_dims` are the mutable state of this module.
+`_groups`, `_backends`, `_inherited` and `_checked_dims` are the mutable state of this module.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels.errors import RECOVERABLE, TpkernelsError
-from tpkernels.groups.group import Group
+from tpkernels.groups.group import Backend, Group
 from tpkernels.planning.table import Table
 from tpkernels.torch_private import (
     REGISTERED_GROUPS,
@@ -33,6 +33,8 @@ from tpkernels.torch_private import (
 GroupLike: TypeAlias = str | dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str]
 
 _groups: dict[str, Group] = {}
+# The backends "tpkernels" (tpkernels/c10d) by the name of their process group.
+_backends: weakref.WeakValueDictionary[str, Backend] = weakref.WeakValueDictionary()
 _registry_lock = threading.RLock()  # reentrant, for signal handlers
 # In a fork: process groups of the parent, with its process id.
 _inherited: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -182,12 +184,17 @@ def get(name: str) -> Group:
                 _unregister(group)
                 group = None
             if group is None:
-                group = Group(pg, _unregister)
+                group = Group(pg, _unregister, _backends.get(name))
                 if pg in _inherited:
                     group.disown(_inherited[pg])
                 group = _groups.setdefault(name, group)  # a signal handler may have set it
                 group.register_group(name, weakref.ref(pg))
     return group
+
+
+def register_backend(backend: Backend) -> None:
+    """Register the backend of a process group that torch is creating."""
+    _backends[backend.name] = backend
 
 
 def timing_tables(device: str) -> dict[str, Table]:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -133,6 +133,17 @@ class CudaNumerics:
         self.agreed = requested
 
 
+class Backend(Protocol):
+    """The `torch.distributed` backend "tpkernels" of a process group, if it has this backend."""
+
+    name: str  #: of the process group
+    timeout: timedelta
+    transport: dist.ProcessGroup  #: for torch collectives on CPU tensors, which use gloo
+
+    def drain(self) -> None:
+        """Wait until the pending asynchronous collectives have run."""
+
+
 class Group(_C.calls.GroupCalls):
     """A process group with its workspace.
 
@@ -142,9 +153,14 @@ class Group(_C.calls.GroupCalls):
     """
 
     def __init__(
-        self, pg: dist.ProcessGroup, on_destroyed: Callable[[Group], None], name: str | None = None
+        self,
+        pg: dist.ProcessGroup,
+        on_destroyed: Callable[[Group], None],
+        backend: Backend | None = None,
+        name: str | None = None,
     ) -> None:
         super().__init__()
+        self._backend = backend
         self.name: str = pg.group_name if name is None else name
         # A weak reference: the workspace must be freed when the process group is destroyed.
         self._pg = weakref.ref(pg, lambda _: on_destroyed(self))
@@ -198,7 +214,7 @@ class Group(_C.calls.GroupCalls):
     ) -> None:
         """Initialize the group; see ``tpkernels.init``. ``device`` is the type of the tensors of
         the first call."""
-        cpu_timeout = defaults.TIMEOUT if timeout is None else timeout
+        cpu_timeout = self._default_timeout() if timeout is None else timeout
         gpu_timeout = timeout_on_gpus(self.pg) if timeout is None else timeout
         options: dict[str, Any] = {
             "timeout": cpu_timeout,
@@ -247,7 +263,7 @@ class Group(_C.calls.GroupCalls):
         Raises:
             MemoryError: on all ranks.
         """
-        second = Group(self.pg, _close, f"{self.name}/{purpose}")
+        second = Group(self.pg, _close, self._backend, f"{self.name}/{purpose}")
         second._exchange_state = self._second_exchange_state.renew()
         second.init(
             self.timeout_on(device), self.workspace_bytes, False, self.numerics, device=device
@@ -258,6 +274,16 @@ class Group(_C.calls.GroupCalls):
             self.numerics_state,
         )
         return second
+
+    def _default_timeout(self) -> float:
+        """Return the timeout for CPU tensors: of the backend "tpkernels", or of this package."""
+        if self._backend is None:
+            return defaults.TIMEOUT
+        return min(self._backend.timeout.total_seconds(), defaults.MAX_TIMEOUT)
+
+    def set_host_timeout(self, timeout: float) -> None:
+        """Set the limit of a wait on CPU tensors, in seconds."""
+        self._set_timeouts(min(timeout, defaults.MAX_TIMEOUT), self.gpu_timeout)
 
     def _set_timeouts(self, timeout: float, gpu_timeout: float) -> None:
         self.timeout, self.gpu_timeout = timeout, gpu_timeout
@@ -326,16 +352,33 @@ class Group(_C.calls.GroupCalls):
         backend = get_backend(self.pg, device)
         return backend is not None and backend.name() == "gloo"
 
+    def collectives_on(self, device: str) -> dist.ProcessGroup:
+        """Return the process group for torch collectives on tensors of a device type. With the
+        backend "tpkernels", the collectives of ``pg`` on CPU tensors are calls of this group."""
+        if device == "cpu" and self._backend is not None:
+            return self._backend.transport
+        return self.pg
+
     def timeout_on(self, device: str) -> float:
         """Return the timeout of a wait, in seconds, for calls on tensors of a device type."""
         return self.gpu_timeout if device == "cuda" else self.timeout
 
     # The group lock: one call at a time.
 
+    def set_pending_calls(self, pending: bool) -> None:
+        """Record whether the backend "tpkernels" has asynchronous collectives that have not run."""
+        self.has_pending_calls = pending
+
+    def drain(self) -> None:
+        """Wait until the asynchronous collectives of the group have run."""
+        if self.has_pending_calls and self._backend is not None:
+            self._backend.drain()
+
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the group lock during a call. Calls of different threads run one after another.
         Calls that a signal handler makes meanwhile are refused."""
+        self.drain()
         with self.lock:
             self.check_usable()
             try:
@@ -457,7 +500,7 @@ class Group(_C.calls.GroupCalls):
         if self._owner_pid is None:  # set already if the parent was a fork as well
             self._owner_pid = owner
         self.open = False
-        self.in_call = False
+        self.in_call = self.has_pending_calls = False
         self.renew_lock()  # the holder may be a thread that the fork did not copy
         self.waiter = Waiter()
 

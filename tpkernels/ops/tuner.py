@@ -382,7 +382,8 @@ class _Tuner:
         sent = torch.tensor(numbers, dtype=torch.float64, device=torch.device(self._problem.device))
         all_numbers = sent.new_empty(group.world * sent.numel())
         try:
-            work = all_gather_single(group.pg, all_numbers, sent, AllgatherOptions())
+            pg = group.collectives_on(self._problem.device)
+            work = all_gather_single(pg, all_numbers, sent, AllgatherOptions())
             work.wait(timedelta(seconds=self._timeout))
         except RuntimeError as error:
             late = "timed out" in str(error).lower()

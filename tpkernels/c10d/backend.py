@@ -1,0 +1,695 @@
+"""The collectives of the backend "tpkernels" on CPU tensors.
+
+If the ranks of a group share memory, a collective is a call on the channel of the group
+(csrc/host/channel.h), like the ops of this package. If the ranks span hosts, all-reduce, all-gather
+and reduce-scatter of floating-point tensors use `hierarchical`, and gloo runs all other
+collectives. Point-to-point operations and sparse tensors always use gloo.
+
+Invariant 1 (one order): the collectives of a rank run in the order in which they were started. An
+asynchronous collective runs on the thread of the group. While it is pending, later collectives
+queue behind it, and ops of the group wait for it.
+
+Invariant 2 (equal choices): the choice between memory, `hierarchical` and gloo depends only on
+values that are equal on all ranks: op, dtype, layout and topology. It does not depend on strides or
+splits.
+
+Invariant 3 (checks first): arguments are checked before the first call, so a ``ValueError``,
+``TypeError`` or ``NotImplementedError`` leaves the group usable.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import zlib
+from array import array
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+from tpkernels import _C, groups
+from tpkernels.c10d.async_calls import AsyncCalls, CallWork
+from tpkernels.errors import CollectiveMismatchError
+from tpkernels.groups.group import Group
+from tpkernels.local.ranges import record_range
+from tpkernels.torch_private import BackendOptions, make_gloo_group
+
+_F32, _F16, _BF16, _F64, _U8, _I8, _I16, _I32, _I64 = range(9)  # DType of csrc/host/vector.h
+# For reductions: the dtype code, and the numbers of that dtype in one element of the tensor.
+_DTYPES = {
+    torch.float32: (_F32, 1),
+    torch.float16: (_F16, 1),
+    torch.bfloat16: (_BF16, 1),
+    torch.float64: (_F64, 1),
+    torch.complex64: (_F32, 2),
+    torch.complex128: (_F64, 2),
+    torch.uint8: (_U8, 1),
+    torch.bool: (_U8, 1),
+    torch.int8: (_I8, 1),
+    torch.int16: (_I16, 1),
+    torch.int32: (_I32, 1),
+    torch.int64: (_I64, 1),
+}
+# The names and codes (csrc/host/reduce_ops.h) of reductions.
+_SUM, _MEAN, _MIN, _MAX, _PRODUCT, _AND, _OR, _XOR = range(8)
+_OPS = {
+    ReduceOp.SUM: ("op sum", _SUM),
+    ReduceOp.AVG: ("op avg", _MEAN),
+    ReduceOp.MIN: ("op min", _MIN),
+    ReduceOp.MAX: ("op max", _MAX),
+    ReduceOp.PRODUCT: ("op product", _PRODUCT),
+    ReduceOp.BAND: ("op band", _AND),
+    ReduceOp.BOR: ("op bor", _OR),
+    ReduceOp.BXOR: ("op bxor", _XOR),
+}
+_HIERARCHICAL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+# A bool is the byte 0 or 1, and remains one: a sum is a logical or, as in NCCL.
+_OPS_ON_BOOL = {_SUM: _OR, _MAX: _OR, _PRODUCT: _AND, _MIN: _AND, _AND: _AND, _OR: _OR, _XOR: _XOR}
+_CHUNK_BYTES = 512 << 10  # kChunkBytes of csrc/host/collectives.h: larger buffers gain nothing
+_SLACK_BYTES = 4096
+# Frames of these folders are not the caller of a collective.
+_LIBRARIES = tuple(
+    str(Path(path).resolve().parent) + os.sep for path in (torch.__file__, groups.__path__[0])
+)
+
+
+class Reduction:
+    """An element-wise reduction of the tensors of all ranks.
+
+    Attributes:
+        name, op: its name and its code.
+        dtype, numbers: see ``_DTYPES``.
+
+    Raises:
+        NotImplementedError: the reduction does not support the dtype.
+    """
+
+    def __init__(self, x: torch.Tensor, opts: Any) -> None:
+        self.name, self.op = _OPS.get(opts.reduceOp.op, (str(opts.reduceOp.op), -1))
+        self.dtype, self.numbers = _DTYPES.get(x.dtype, (-1, 1))
+        if x.dtype == torch.bool:
+            self.op = _OPS_ON_BOOL.get(self.op, -1)
+        supported = {
+            torch.complex64: (_SUM, _MEAN),
+            torch.complex128: (_SUM, _MEAN),
+        }.get(x.dtype, range(_AND) if x.is_floating_point() else {*range(8)} - {_MEAN})
+        if self.dtype < 0 or self.op not in supported:
+            raise NotImplementedError(
+                f"the backend tpkernels does not support reductions of {x.dtype} with {self.name}"
+            )
+        self._reduce_op = opts.reduceOp
+
+    def options(self) -> Any:
+        """Return the options of an all-reduce of one tensor."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = self._reduce_op
+        return options
+
+
+class Backend:
+    """The collectives of one process group. Their names and arguments are those of
+    ``c10d::Backend``.
+
+    A synchronous collective returns None, an asynchronous one a ``Work``. They raise the errors of
+    `tpkernels.errors`, after which the group is broken.
+    """
+
+    def __init__(self, options: BackendOptions) -> None:
+        self.rank: int = options.group_rank
+        self.world: int = options.group_size
+        self.name: str = options.group_id
+        self.timeout: timedelta = options.timeout
+        self.gloo, self.transport = make_gloo_group(options)
+        self.num_collectives = 0
+        self._async_calls = AsyncCalls()
+        self._group: Group | None = None
+        self._caller = ""
+        self._call_ids: dict[tuple[object, ...], tuple[int, str]] = {}
+        groups.register_backend(self)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the limit of one wait for a peer."""
+        self.timeout = timeout
+        if self._group is not None:
+            self._group.set_host_timeout(timeout.total_seconds())
+
+    def drain(self) -> None:
+        """Wait until the pending asynchronous collectives have run."""
+        self._async_calls.drain()
+
+    def shutdown(self) -> None:
+        """End the thread and the connections. torch calls it when the group is destroyed."""
+        self._async_calls.close()
+        self.gloo.shutdown()
+
+    # Collectives.
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work | None:
+        if tensors[0].layout != torch.strided:
+            return self.gloo.allreduce(tensors, opts)
+        reductions = [Reduction(x, opts) for x in tensors]
+
+        def run() -> None:
+            for x, reduction in zip(tensors, reductions, strict=True):
+                self._all_reduce(x, reduction)
+
+        return self._start("all_reduce", run, tensors, opts)
+
+    allreduce_coalesced = allreduce
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work | None:
+        (x,), root = tensors, opts.rootRank
+
+        def run() -> None:
+            if not self._shares_memory:
+                return _wait(self.gloo.broadcast(tensors, opts))
+            sizes = [x.numel() if rank == root else 0 for rank in range(self.world)]
+            outs = [x if self.rank != root and rank == root else None for rank in range(self.world)]
+            key = "broadcast", x.numel(), x.dtype, f"root {root}"
+            self._gather(key, x if self.rank == root else None, outs, sizes, x.dtype)
+
+        return self._start("broadcast", run, tensors, opts)
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work | None:
+        (x,), root = tensors, opts.rootRank
+        reduction = Reduction(x, opts)
+
+        def run() -> None:
+            if not self._shares_memory:
+                return _wait(self.gloo.reduce(tensors, opts))
+            sizes = [x.numel() if rank == root else 0 for rank in range(self.world)]
+            key = "reduce", x.numel(), x.dtype, f"root {root}", reduction.name
+            self._reduce_scatter(key, x, x if self.rank == root else None, sizes, reduction)
+
+        return self._start("reduce", run, tensors, opts)
+
+    def allgather(
+        self, outs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any
+    ) -> dist.Work | None:
+        for shards, x in zip(outs, tensors, strict=True):
+            self._check_list("all_gather", "outputs", shards, x)
+            _check_numel("all_gather", "input", x, f"output {self.rank}", shards[self.rank])
+
+        def run() -> None:
+            for shards, x in zip(outs, tensors, strict=True):
+                if not self._shares_memory:
+                    _wait(self.gloo.allgather([shards], [x], opts))
+                    continue
+                sizes = [shard.numel() for shard in shards]
+                key = "all_gather", sizes[0] if len(set(sizes)) == 1 else tuple(sizes), x.dtype
+                self._gather(key, x, shards, sizes, x.dtype)
+
+        return self._start("all_gather", run, outs, opts)
+
+    allgather_coalesced = allgather
+
+    def _allgather_base(self, out: torch.Tensor, x: torch.Tensor, opts: Any) -> dist.Work | None:
+        return self.allgather_into_tensor_coalesced([out], [x], opts)
+
+    def allgather_into_tensor_coalesced(
+        self, outs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any
+    ) -> dist.Work | None:
+        for out, x in zip(outs, tensors, strict=True):
+            _check_numel("all_gather", "output", out, "input", x, self.world)
+
+        def run() -> None:
+            for out, x in zip(outs, tensors, strict=True):
+                self._all_gather(out, x, opts)
+
+        return self._start("all_gather", run, outs, opts)
+
+    def gather(
+        self, outs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any
+    ) -> dist.Work | None:
+        (x,), root = tensors, opts.rootRank
+        shards: Sequence[torch.Tensor | None] = [None] * self.world
+        if self.rank == root:
+            shards = outs[0]
+            self._check_list("gather", "outputs", outs[0], x)
+            for rank, shard in enumerate(outs[0]):
+                _check_numel("gather", f"output {rank}", shard, "input", x)
+
+        def run() -> None:
+            if not self._shares_memory:
+                return _wait(self.gloo.gather(outs, tensors, opts))
+            key = "gather", x.numel(), x.dtype, f"root {root}"
+            self._gather(key, x, shards, [x.numel()] * self.world, x.dtype)
+
+        return self._start("gather", run, outs, opts)
+
+    def scatter(
+        self, outs: list[torch.Tensor], tensors: list[list[torch.Tensor]], opts: Any
+    ) -> dist.Work | None:
+        (out,), root = outs, opts.rootRank
+        if self.rank == root:
+            self._check_list("scatter", "inputs", tensors[0], out)
+            for rank, x in enumerate(tensors[0]):
+                _check_numel("scatter", f"input {rank}", x, "output", out)
+
+        def run() -> None:
+            if not self._shares_memory:
+                return _wait(self.gloo.scatter(outs, tensors, opts))
+            source = _concatenate(tensors[0]) if self.rank == root else None
+            sent = [out.nbytes if self.rank == root else 0] * self.world
+            received = [out.nbytes if rank == root else 0 for rank in range(self.world)]
+            key = "scatter", out.numel(), out.dtype, f"root {root}"
+            self._exchange(key, source, out, sent, received, out.nbytes)
+
+        return self._start("scatter", run, outs, opts)
+
+    def reduce_scatter(
+        self, outs: list[torch.Tensor], tensors: list[list[torch.Tensor]], opts: Any
+    ) -> dist.Work | None:
+        (out,), (inputs,) = outs, tensors
+        self._check_list("reduce_scatter", "inputs", inputs, out)
+        _check_numel("reduce_scatter", f"input {self.rank}", inputs[self.rank], "output", out)
+        reduction = Reduction(out, opts)
+
+        def run() -> None:
+            if not self._shares_memory:
+                return _wait(self.gloo.reduce_scatter(outs, tensors, opts))
+            sizes = [x.numel() for x in inputs]
+            count = sizes[0] if len(set(sizes)) == 1 else tuple(sizes)
+            key = "reduce_scatter", count, out.dtype, reduction.name
+            self._reduce_scatter(key, _concatenate(inputs), out, sizes, reduction)
+
+        return self._start("reduce_scatter", run, outs, opts)
+
+    def _reduce_scatter_base(
+        self, out: torch.Tensor, x: torch.Tensor, opts: Any
+    ) -> dist.Work | None:
+        return self.reduce_scatter_tensor_coalesced([out], [x], opts)
+
+    def reduce_scatter_tensor_coalesced(
+        self, outs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any
+    ) -> dist.Work | None:
+        for out, x in zip(outs, tensors, strict=True):
+            _check_numel("reduce_scatter", "input", x, "output", out, self.world)
+        reductions = [Reduction(x, opts) for x in tensors]
+
+        def run() -> None:
+            for out, x, reduction in zip(outs, tensors, reductions, strict=True):
+                self._reduce_scatter_single(out, x, reduction, opts)
+
+        return self._start("reduce_scatter", run, outs, opts)
+
+    def alltoall_base(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        out_splits: list[int],
+        in_splits: list[int],
+        opts: Any,
+    ) -> dist.Work | None:
+        _check_dtype("all_to_all", "output", out, "input", x)
+        sent = self._split_bytes("input", x, in_splits)
+        received = self._split_bytes("output", out, out_splits)
+
+        def run() -> None:
+            if not self._shares_memory:
+                return _wait(self.gloo.alltoall_base(out, x, out_splits, in_splits, opts))
+            self._all_to_all(x, out, sent, received)
+
+        return self._start("all_to_all", run, [out], opts)
+
+    def alltoall(
+        self, outs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any
+    ) -> dist.Work | None:
+        self._check_list("all_to_all", "inputs", tensors, tensors[0])
+        self._check_list("all_to_all", "outputs", outs, tensors[0])
+
+        def run() -> None:
+            sizes, dtype = [out.numel() for out in outs], tensors[0].dtype
+            x, flat = _concatenate(tensors), torch.empty(sum(sizes), dtype=dtype)
+            if self._shares_memory:
+                received = [out.nbytes for out in outs]
+                self._all_to_all(x, flat, [x.nbytes for x in tensors], received)
+            else:
+                splits = sizes, [x.numel() for x in tensors]
+                _wait(self.gloo.alltoall_base(flat, x, *splits, opts))
+            for out, values in zip(outs, flat.split(sizes), strict=True):
+                out.detach().copy_(values.view(out.shape))
+
+        return self._start("all_to_all", run, outs, opts)
+
+    def barrier(self, opts: Any) -> dist.Work | None:
+        def run() -> None:
+            if not self._shares_memory:
+                return _wait(self.gloo.barrier(opts))
+            self._call("barrier", ("barrier",))
+
+        return self._start("barrier", run, [], opts)
+
+    # Start and order.
+
+    def _start(
+        self, name: str, run: Callable[[], None], outputs: list[Any], opts: Any
+    ) -> dist.Work | None:
+        """Run a collective now, or on the thread of the group if it is asynchronous or must wait
+        for an asynchronous one."""
+        self.num_collectives += 1
+        caller, is_async = _caller(), opts.asyncOp
+        if not (is_async or self._async_calls.pending):
+            self._run(name, run, caller)
+            return None
+        work, group = CallWork(name, outputs), self._get_group()
+        self._async_calls.submit(
+            work, lambda: self._run(name, run, caller), group.set_pending_calls
+        )
+        if is_async:
+            return work
+        work.wait()
+        return None
+
+    def _run(self, name: str, run: Callable[[], None], caller: str) -> None:
+        group = self._get_group()
+        try:
+            with group.lock:
+                group.check_usable()
+                group.ready()
+                self._caller = caller
+                try:
+                    with record_range(f"tpkernels:{name}"):
+                        run()
+                except BaseException as error:
+                    group.mark_broken(error)
+                    raise
+        except BaseException as error:
+            groups.break_if_interrupted(self.name, error)
+            raise
+        if group.notices:
+            group.warn()
+
+    def _get_group(self) -> Group:
+        if self._group is None:
+            self._group = groups.get(self.name)
+        return self._group
+
+    @property
+    def _shares_memory(self) -> bool:
+        return self._get_group().workspace is not None
+
+    # One tensor. These methods run under the group lock, after the set-up of the group.
+
+    def _all_reduce(self, x: torch.Tensor, reduction: Reduction) -> None:
+        if not self._shares_memory:
+            if self._is_hierarchical(x, reduction):
+                torch.ops.tpkernels.all_reduce_(x.detach(), self.name, algorithm="hierarchical")
+            else:
+                _wait(self.gloo.allreduce([x], reduction.options()))
+            return
+        buffer = _input(x)
+        self._call(
+            "all_reduce",
+            ("all_reduce", x.numel(), x.dtype, reduction.name),
+            nbytes=2 * x.nbytes,
+            source=buffer.data_ptr(),
+            out=buffer.data_ptr(),
+            count=x.numel() * reduction.numbers,
+            dtype=reduction.dtype,
+            op=reduction.op,
+        )
+        _copy_back(x, buffer)
+
+    def _all_gather(self, out: torch.Tensor, x: torch.Tensor, opts: Any) -> None:
+        if self._shares_memory:
+            buffer, count = _output(out), x.numel()
+            shards = buffer.view(-1).split(max(count, 1)) if count else [buffer] * self.world
+            self._gather(("all_gather", count, x.dtype), x, shards, [count] * self.world, x.dtype)
+            _copy_back(out, buffer)
+        elif self._is_hierarchical(x):
+            flat = x.detach().reshape(-1)
+            gathered = torch.ops.tpkernels.all_gather(flat, self.name, algorithm="hierarchical")
+            out.detach().copy_(gathered.view(out.shape))
+        else:
+            _wait(self.gloo._allgather_base(out, x, opts))
+
+    def _reduce_scatter_single(
+        self, out: torch.Tensor, x: torch.Tensor, reduction: Reduction, opts: Any
+    ) -> None:
+        if self._shares_memory:
+            key = "reduce_scatter", out.numel(), x.dtype, reduction.name
+            self._reduce_scatter(key, x, out, [out.numel()] * self.world, reduction)
+        elif self._is_hierarchical(x, reduction):
+            flat = x.detach().reshape(-1)
+            shard = torch.ops.tpkernels.reduce_scatter(flat, self.name, algorithm="hierarchical")
+            out.detach().copy_(shard.view(out.shape))
+        else:
+            _wait(self.gloo._reduce_scatter_base(out, x, opts))
+
+    def _is_hierarchical(self, x: torch.Tensor, reduction: Reduction | None = None) -> bool:
+        """Return whether a collective across hosts uses `hierarchical`."""
+        is_sum = reduction is None or reduction.op == _SUM
+        return is_sum and x.dtype in _HIERARCHICAL_DTYPES and self._get_group().node is not None
+
+    def _gather(
+        self,
+        key: tuple[object, ...],
+        x: torch.Tensor | None,
+        outs: Sequence[torch.Tensor | None],
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+    ) -> None:
+        """Copy the shard of each rank, of ``sizes`` elements, to the output for that rank."""
+        nbytes = [size * dtype.itemsize for size in sizes]
+        source = None if x is None else _input(x)
+        buffers = [None if out is None else _output(out) for out in outs]
+        self._call(
+            "all_gather",
+            key,
+            nbytes=max(nbytes),
+            source=0 if source is None else source.data_ptr(),
+            sizes=nbytes,
+            shard_outs=[0 if buffer is None else buffer.data_ptr() for buffer in buffers],
+        )
+        for out, buffer in zip(outs, buffers, strict=True):
+            if out is not None and buffer is not None:
+                _copy_back(out, buffer)
+
+    def _reduce_scatter(
+        self,
+        key: tuple[object, ...],
+        x: torch.Tensor,
+        out: torch.Tensor | None,
+        sizes: Sequence[int],
+        reduction: Reduction,
+    ) -> None:
+        """Reduce the shards of ``sizes`` elements of x. ``out`` is the output of this rank, or None
+        if its shard is empty."""
+        source, buffer = _input(x), None if out is None else _output(out)
+        self._call(
+            "reduce_scatter",
+            key,
+            nbytes=max(sizes) * x.itemsize * self.world,
+            source=source.data_ptr(),
+            out=0 if buffer is None else buffer.data_ptr(),
+            count=x.numel() * reduction.numbers,
+            dtype=reduction.dtype,
+            op=reduction.op,
+            sizes=[size * reduction.numbers for size in sizes],
+        )
+        if out is not None and buffer is not None:
+            _copy_back(out, buffer)
+
+    def _all_to_all(
+        self, x: torch.Tensor, out: torch.Tensor, sent: list[int], received: list[int]
+    ) -> None:
+        """Exchange the bytes to and from each rank, after a check that they are the same on both
+        sides."""
+        local = array("q", sent + received)
+        table = array("q", bytes(local.itemsize * len(local) * self.world))
+        nbytes = local.itemsize * len(local)
+        self._call(
+            "all_gather",
+            ("splits of all_to_all", x.dtype),
+            source=local.buffer_info()[0],
+            out=table.buffer_info()[0],
+            sizes=[nbytes] * self.world,
+        )
+        for source in range(self.world):
+            for target in range(self.world):
+                given = table[2 * source * self.world + target]
+                expected = table[(2 * target + 1) * self.world + source]
+                if given != expected:
+                    raise CollectiveMismatchError(
+                        f"all_to_all of {x.dtype} in group '{self.name}': rank {source} sends "
+                        f"{given} bytes to rank {target}, which expects {expected} bytes; the "
+                        "input split on the one must equal the output split on the other",
+                        peer=source if target == self.rank else target,
+                    )
+        largest = max(table)
+        self._exchange(("all_to_all", x.dtype), x, out, sent, received, largest)
+
+    def _exchange(
+        self,
+        key: tuple[object, ...],
+        x: torch.Tensor | None,
+        out: torch.Tensor,
+        sent: Sequence[int],
+        received: Sequence[int],
+        largest: int,
+    ) -> None:
+        """Send ``sent`` bytes of x to each rank and receive ``received`` bytes. ``largest`` is the
+        maximum over all ranks."""
+        source, buffer = None if x is None else _input(x), _output(out)
+        self._call(
+            "all_to_all",
+            key,
+            nbytes=largest * self.world,
+            source=0 if source is None else source.data_ptr(),
+            out=buffer.data_ptr(),
+            sizes=sent,
+            out_sizes=received,
+            max_slice=largest,
+        )
+        _copy_back(out, buffer)
+
+    def _call(
+        self,
+        collective: str,
+        key: tuple[object, ...],
+        *,
+        nbytes: int = 0,
+        source: int = 0,
+        out: int = 0,
+        count: int = 0,
+        dtype: int = _U8,
+        op: int = _SUM,
+        sizes: Sequence[int] = (),
+        out_sizes: Sequence[int] = (),
+        max_slice: int = 0,
+        shard_outs: Sequence[int] = (),
+    ) -> None:
+        """Run a collective of csrc/host/collectives.h.
+
+        Args:
+            key: name, number of elements, dtype and options of the call, equal on all ranks.
+            nbytes: the size of the buffer in which the call needs one step; equal on all ranks.
+            source, out, shard_outs: addresses.
+        """
+        call_id = self._call_ids.get(key)
+        if call_id is None:
+            description = _describe(*key)
+            call_id = zlib.crc32(description.encode()) or 1, description
+            self._call_ids[key] = call_id
+        group = self._get_group()
+        nbytes = min(nbytes, 2 * _CHUNK_BYTES * self.world) + _SLACK_BYTES
+        group.ensure_capacity(nbytes, call_id[1])
+        assert group.workspace is not None  # `_shares_memory`
+        group.in_call = True
+        try:
+            _C.host.run_collective(
+                group.workspace.channel,
+                collective,
+                *call_id,
+                source,
+                out,
+                count,
+                dtype,
+                op,
+                sizes,
+                out_sizes,
+                max_slice,
+                shard_outs,
+            )
+        finally:
+            group.in_call = False
+
+    # Checks of arguments.
+
+    def _check_list(
+        self, name: str, what: str, tensors: Sequence[torch.Tensor], like: torch.Tensor
+    ) -> None:
+        if len(tensors) != self.world:
+            raise ValueError(
+                f"{name}: there are {len(tensors)} {what}, but the group has {self.world} ranks"
+            )
+        for rank, x in enumerate(tensors):
+            _check_dtype(name, f"{what[:-1]} {rank}", x, "other tensor", like)
+
+    def _split_bytes(self, what: str, x: torch.Tensor, splits: list[int]) -> list[int]:
+        """Return the bytes of x for each rank. ``splits`` has rows of dim 0, or is empty for equal
+        shares."""
+        rows = x.shape[0] if x.dim() else 0
+        if not splits:
+            if rows % self.world:
+                raise ValueError(
+                    f"all_to_all: the {what} has {rows} rows, which {self.world} ranks cannot "
+                    "share equally; pass the split sizes"
+                )
+            return [x.nbytes // self.world] * self.world
+        if len(splits) != self.world or sum(splits) != rows or min(splits) < 0:
+            raise ValueError(
+                f"all_to_all: the {what} splits {splits} must be {self.world} numbers with the "
+                f"sum {rows}, the rows of the {what}"
+            )
+        return [split * (x.nbytes // rows if rows else 0) for split in splits]
+
+
+def _describe(name: object, count: object = None, dtype: object = None, *options: object) -> str:
+    if dtype is None:  # no number of elements
+        return str(name) if count is None else f"{name} of {count}"
+    return ", ".join([f"{name} of {count} elements of {dtype}", *map(str, options)])
+
+
+def _check_dtype(name: str, what: str, x: torch.Tensor, other: str, like: torch.Tensor) -> None:
+    if x.layout != torch.strided:
+        raise NotImplementedError(f"{name} of the backend tpkernels needs dense tensors")
+    if x.dtype != like.dtype:
+        raise TypeError(f"{name}: the {what} is {x.dtype}, but the {other} is {like.dtype}")
+
+
+def _check_numel(
+    name: str, what: str, x: torch.Tensor, other: str, like: torch.Tensor, factor: int = 1
+) -> None:
+    _check_dtype(name, what, x, other, like)
+    if x.numel() != factor * like.numel():
+        raise ValueError(
+            f"{name}: the {what} has {x.numel()} elements, but must have {factor * like.numel()}, "
+            f"because the {other} has {like.numel()}"
+        )
+
+
+# Memory of tensors.
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    """Return whether the memory of x holds its values in order."""
+    return x.is_contiguous() and not x.is_conj() and not x.is_neg()
+
+
+def _input(x: torch.Tensor) -> torch.Tensor:
+    return x if _is_plain(x) else x.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _output(x: torch.Tensor) -> torch.Tensor:
+    return x if _is_plain(x) else torch.empty(x.shape, dtype=x.dtype)
+
+
+def _copy_back(x: torch.Tensor, buffer: torch.Tensor) -> None:
+    if buffer is not x:
+        x.detach().copy_(buffer)
+
+
+def _concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([x.detach().reshape(-1) for x in tensors])
+
+
+def _wait(work: dist.Work) -> None:
+    work.wait()
+
+
+def _caller() -> str:
+    """Return the line outside torch and this package that started the collective."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    if frame is None:  # a thread of autograd
+        return ""
+    code = frame.f_code
+    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"

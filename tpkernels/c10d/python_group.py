@@ -1,0 +1,86 @@
+"""A process group in Python, for machines without the compiled bridge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tpkernels.c10d.async_calls import CallWork
+from tpkernels.c10d.backend import Backend
+
+
+class PythonGroup(dist.ProcessGroup):
+    """A process group that passes the calls of torch to a `Backend`, where bridge.cpp cannot be
+    compiled. torch then ignores the backends of other devices."""
+
+    def __init__(self, backend: Backend, store: dist.Store) -> None:
+        super().__init__(backend.rank, backend.world)
+        self._backend, self._store = backend, store
+        kind = dist.ProcessGroup.BackendType.GLOO
+        self._set_default_backend(kind)
+        self._register_backend(torch.device("cpu"), kind, backend.gloo)
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
+
+    def getBackendName(self) -> str:  # noqa: N802 (called by C++)
+        return "tpkernels"
+
+    def shutdown(self) -> None:
+        self._backend.shutdown()
+
+    abort = shutdown
+
+    def monitored_barrier(self, *args: Any) -> None:
+        self._backend.gloo.monitored_barrier(*args)
+
+    def send(self, *args: Any) -> dist.Work:
+        return self._backend.gloo.send(*args)
+
+    def recv(self, *args: Any) -> dist.Work:
+        return self._backend.gloo.recv(*args)
+
+    def recv_anysource(self, *args: Any) -> dist.Work:
+        return self._backend.gloo.recv_anysource(*args)
+
+
+# The collectives of a process group, from torch 2.13 and before, and those of a backend.
+_COLLECTIVES = {
+    "allreduce": "allreduce",
+    "allreduce_coalesced": "allreduce",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "allgather": "allgather",
+    "allgather_coalesced": "allgather",
+    "all_gather_single": "_allgather_base",
+    "_allgather_base": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "allgather_into_tensor_coalesced": "allgather_into_tensor_coalesced",
+    "gather": "gather",
+    "scatter": "scatter",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "_reduce_scatter_base": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+    "alltoall_base": "alltoall_base",
+    "alltoall": "alltoall",
+    "barrier": "barrier",
+}
+
+
+def _collective(name: str) -> Callable[..., dist.Work]:
+    def start(self: PythonGroup, *args: Any, opts: Any = None) -> dist.Work:
+        *tensors, last = (*args, opts) if opts is not None else args
+        work = getattr(self._backend, name)(*tensors, last)
+        return CallWork.completed() if work is None else work  # torch in C++ needs a work
+
+    return start
+
+
+for _name, _target in _COLLECTIVES.items():
+    setattr(PythonGroup, _name, _collective(_target))
