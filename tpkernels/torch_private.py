@@ -255,10 +255,16 @@ def make_gloo_group(
     rank, size = options.group_rank, options.group_size
     gloo = dist.ProcessGroupGloo(store, rank, size, options.timeout)
     gloo._set_sequence_number_for_group()
-    group, kind = dist.ProcessGroup(store, rank, size), dist.ProcessGroup.BackendType.GLOO
+    group = dist.ProcessGroup(store, rank, size)
+    use_gloo(group, gloo)
+    return gloo, group
+
+
+def use_gloo(group: dist.ProcessGroup, gloo: dist.ProcessGroupGloo) -> None:
+    """Use a gloo backend for the CPU tensors of a process group. No public API."""
+    kind = dist.ProcessGroup.BackendType.GLOO
     group._set_default_backend(kind)
     group._register_backend(torch.device("cpu"), kind, gloo)
-    return gloo, group
 
 
 def pybind11_abi() -> list[str]:

@@ -1,4 +1,4 @@
-"""Asynchronous collectives: a thread per group runs them in the order in which they were started."""
+"""Asynchronous collectives: a thread per group runs them in the order of their start."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.futures import Future
 
-from tpkernels.c10d import bridge
 from tpkernels.errors import CollectiveTimeoutError
+from tpkernels.groups.c10d import bridge
 
 _EXIT_SECONDS = 5.0  # limit of the wait for pending collectives when the process ends
 

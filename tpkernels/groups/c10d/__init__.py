@@ -22,14 +22,14 @@ def register() -> None:
 def _create(options: Any, _: object) -> Any:
     """Return what torch calls: a ``c10d::Backend``, or a process group where none can be
     compiled."""
-    from tpkernels.c10d import bridge
-    from tpkernels.c10d.backend import Backend
+    from tpkernels.groups.c10d import bridge
+    from tpkernels.groups.c10d.backend import Backend
 
     backend = Backend(options)
     try:
         return bridge.load().Bridge(backend, backend.gloo)
     except bridge.CompileError as error:
-        from tpkernels.c10d.python_group import PythonGroup
+        from tpkernels.groups.c10d.python_group import PythonGroup
 
         _logger.warning(
             "the backend tpkernels runs in Python, slightly slower, and supports no other backend "

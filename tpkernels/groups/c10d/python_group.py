@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from tpkernels.c10d.async_calls import CallWork
-from tpkernels.c10d.backend import Backend
+from tpkernels.groups.c10d.async_calls import CallWork
+from tpkernels.groups.c10d.backend import Backend
+from tpkernels.torch_private import use_gloo
 
 
 class PythonGroup(dist.ProcessGroup):
@@ -17,16 +17,14 @@ class PythonGroup(dist.ProcessGroup):
     compiled. torch then ignores the backends of other devices."""
 
     def __init__(self, backend: Backend, store: dist.Store) -> None:
-        super().__init__(backend.rank, backend.world)
+        super().__init__(backend.rank, backend.world)  # type: ignore[call-arg]
         self._backend, self._store = backend, store
-        kind = dist.ProcessGroup.BackendType.GLOO
-        self._set_default_backend(kind)
-        self._register_backend(torch.device("cpu"), kind, backend.gloo)
+        use_gloo(self, backend.gloo)
 
     def get_group_store(self) -> dist.Store:
         return self._store
 
-    def getBackendName(self) -> str:  # noqa: N802 (called by C++)
+    def getBackendName(self) -> str:
         return "tpkernels"
 
     def shutdown(self) -> None:
@@ -34,17 +32,14 @@ class PythonGroup(dist.ProcessGroup):
 
     abort = shutdown
 
-    def monitored_barrier(self, *args: Any) -> None:
-        self._backend.gloo.monitored_barrier(*args)
-
     def send(self, *args: Any) -> dist.Work:
-        return self._backend.gloo.send(*args)
+        return self._backend.transport.send(*args)
 
     def recv(self, *args: Any) -> dist.Work:
-        return self._backend.gloo.recv(*args)
+        return self._backend.transport.recv(*args)
 
     def recv_anysource(self, *args: Any) -> dist.Work:
-        return self._backend.gloo.recv_anysource(*args)
+        return self._backend.transport.recv_anysource(*args)
 
 
 # The collectives of a process group, from torch 2.13 and before, and those of a backend.

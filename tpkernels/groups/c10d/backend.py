@@ -19,13 +19,17 @@ Invariant 3 (checks first): arguments are checked before the first call, so a ``
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
-import sys
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -33,11 +37,17 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from tpkernels import _C, groups
-from tpkernels.c10d.async_calls import AsyncCalls, CallWork
 from tpkernels.errors import CollectiveMismatchError
+from tpkernels.groups.c10d.async_calls import AsyncCalls, CallWork
 from tpkernels.groups.group import Group
-from tpkernels.local.ranges import record_range
-from tpkernels.torch_private import BackendOptions, make_gloo_group
+from tpkernels.torch_private import (
+    BackendOptions,
+    RecordFunctionFast,
+    all_gather_single,
+    make_gloo_group,
+    profiling,
+    reduce_scatter_single,
+)
 
 _F32, _F16, _BF16, _F64, _U8, _I8, _I16, _I32, _I64 = range(9)  # DType of csrc/host/vector.h
 # For reductions: the dtype code, and the numbers of that dtype in one element of the tensor.
@@ -78,37 +88,39 @@ _LIBRARIES = tuple(
 )
 
 
+@dataclass(frozen=True)
 class Reduction:
     """An element-wise reduction of the tensors of all ranks.
 
     Attributes:
         name, op: its name and its code.
         dtype, numbers: see ``_DTYPES``.
-
-    Raises:
-        NotImplementedError: the reduction does not support the dtype.
     """
 
-    def __init__(self, x: torch.Tensor, opts: Any) -> None:
-        self.name, self.op = _OPS.get(opts.reduceOp.op, (str(opts.reduceOp.op), -1))
-        self.dtype, self.numbers = _DTYPES.get(x.dtype, (-1, 1))
-        if x.dtype == torch.bool:
-            self.op = _OPS_ON_BOOL.get(self.op, -1)
-        supported = {
-            torch.complex64: (_SUM, _MEAN),
-            torch.complex128: (_SUM, _MEAN),
-        }.get(x.dtype, range(_AND) if x.is_floating_point() else {*range(8)} - {_MEAN})
-        if self.dtype < 0 or self.op not in supported:
-            raise NotImplementedError(
-                f"the backend tpkernels does not support reductions of {x.dtype} with {self.name}"
-            )
-        self._reduce_op = opts.reduceOp
+    name: str
+    op: int
+    dtype: int
+    numbers: int
 
-    def options(self) -> Any:
-        """Return the options of an all-reduce of one tensor."""
-        options = dist.AllreduceOptions()
-        options.reduceOp = self._reduce_op
-        return options
+
+@functools.cache
+def _get_reduction(dtype: torch.dtype, reduce_op: ReduceOp.RedOpType) -> Reduction:
+    """Return the reduction of tensors. Raise ``NotImplementedError`` if it is not supported."""
+    name, op = _OPS.get(reduce_op, (f"op {reduce_op}", -1))
+    code, numbers = _DTYPES.get(dtype, (-1, 1))
+    if dtype == torch.bool:
+        op = _OPS_ON_BOOL.get(op, -1)
+    if dtype.is_complex:
+        supported = {_SUM, _MEAN}
+    else:
+        supported = {*range(_AND)} if dtype.is_floating_point else {*range(_XOR + 1)} - {_MEAN}
+    if code < 0 or op not in supported:
+        raise NotImplementedError(
+            f"the backend tpkernels cannot reduce {dtype} with {name}; it supports sum, min, max "
+            "and product of real numbers, avg of floating-point numbers, sum and avg of complex "
+            "numbers, and bitwise operations of integers of up to 64 bits"
+        )
+    return Reduction(name, op, code, numbers)
 
 
 class Backend:
@@ -151,12 +163,12 @@ class Backend:
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work | None:
         if tensors[0].layout != torch.strided:
-            return self.gloo.allreduce(tensors, opts)
-        reductions = [Reduction(x, opts) for x in tensors]
+            return self.transport.allreduce(tensors, opts)
+        reductions = [_get_reduction(x.dtype, opts.reduceOp.op) for x in tensors]
 
         def run() -> None:
             for x, reduction in zip(tensors, reductions, strict=True):
-                self._all_reduce(x, reduction)
+                self._all_reduce(x, reduction, opts)
 
         return self._start("all_reduce", run, tensors, opts)
 
@@ -167,7 +179,7 @@ class Backend:
 
         def run() -> None:
             if not self._shares_memory:
-                return _wait(self.gloo.broadcast(tensors, opts))
+                return _wait(self.transport.broadcast(tensors, opts))
             sizes = [x.numel() if rank == root else 0 for rank in range(self.world)]
             outs = [x if self.rank != root and rank == root else None for rank in range(self.world)]
             key = "broadcast", x.numel(), x.dtype, f"root {root}"
@@ -177,11 +189,11 @@ class Backend:
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work | None:
         (x,), root = tensors, opts.rootRank
-        reduction = Reduction(x, opts)
+        reduction = _get_reduction(x.dtype, opts.reduceOp.op)
 
         def run() -> None:
             if not self._shares_memory:
-                return _wait(self.gloo.reduce(tensors, opts))
+                return _wait(self.transport.reduce(tensors, opts))
             sizes = [x.numel() if rank == root else 0 for rank in range(self.world)]
             key = "reduce", x.numel(), x.dtype, f"root {root}", reduction.name
             self._reduce_scatter(key, x, x if self.rank == root else None, sizes, reduction)
@@ -198,7 +210,7 @@ class Backend:
         def run() -> None:
             for shards, x in zip(outs, tensors, strict=True):
                 if not self._shares_memory:
-                    _wait(self.gloo.allgather([shards], [x], opts))
+                    _wait(self.transport.allgather([shards], [x], opts))
                     continue
                 sizes = [shard.numel() for shard in shards]
                 key = "all_gather", sizes[0] if len(set(sizes)) == 1 else tuple(sizes), x.dtype
@@ -236,7 +248,7 @@ class Backend:
 
         def run() -> None:
             if not self._shares_memory:
-                return _wait(self.gloo.gather(outs, tensors, opts))
+                return _wait(self.transport.gather(outs, tensors, opts))
             key = "gather", x.numel(), x.dtype, f"root {root}"
             self._gather(key, x, shards, [x.numel()] * self.world, x.dtype)
 
@@ -253,7 +265,7 @@ class Backend:
 
         def run() -> None:
             if not self._shares_memory:
-                return _wait(self.gloo.scatter(outs, tensors, opts))
+                return _wait(self.transport.scatter(outs, tensors, opts))
             source = _concatenate(tensors[0]) if self.rank == root else None
             sent = [out.nbytes if self.rank == root else 0] * self.world
             received = [out.nbytes if rank == root else 0 for rank in range(self.world)]
@@ -268,11 +280,11 @@ class Backend:
         (out,), (inputs,) = outs, tensors
         self._check_list("reduce_scatter", "inputs", inputs, out)
         _check_numel("reduce_scatter", f"input {self.rank}", inputs[self.rank], "output", out)
-        reduction = Reduction(out, opts)
+        reduction = _get_reduction(out.dtype, opts.reduceOp.op)
 
         def run() -> None:
             if not self._shares_memory:
-                return _wait(self.gloo.reduce_scatter(outs, tensors, opts))
+                return _wait(self.transport.reduce_scatter(outs, tensors, opts))
             sizes = [x.numel() for x in inputs]
             count = sizes[0] if len(set(sizes)) == 1 else tuple(sizes)
             key = "reduce_scatter", count, out.dtype, reduction.name
@@ -290,7 +302,7 @@ class Backend:
     ) -> dist.Work | None:
         for out, x in zip(outs, tensors, strict=True):
             _check_numel("reduce_scatter", "input", x, "output", out, self.world)
-        reductions = [Reduction(x, opts) for x in tensors]
+        reductions = [_get_reduction(x.dtype, opts.reduceOp.op) for x in tensors]
 
         def run() -> None:
             for out, x, reduction in zip(outs, tensors, reductions, strict=True):
@@ -312,7 +324,7 @@ class Backend:
 
         def run() -> None:
             if not self._shares_memory:
-                return _wait(self.gloo.alltoall_base(out, x, out_splits, in_splits, opts))
+                return _wait(self.transport.alltoall_base(out, x, out_splits, in_splits, opts))
             self._all_to_all(x, out, sent, received)
 
         return self._start("all_to_all", run, [out], opts)
@@ -331,7 +343,7 @@ class Backend:
                 self._all_to_all(x, flat, [x.nbytes for x in tensors], received)
             else:
                 splits = sizes, [x.numel() for x in tensors]
-                _wait(self.gloo.alltoall_base(flat, x, *splits, opts))
+                _wait(self.transport.alltoall_base(flat, x, *splits, opts))
             for out, values in zip(outs, flat.split(sizes), strict=True):
                 out.detach().copy_(values.view(out.shape))
 
@@ -340,7 +352,7 @@ class Backend:
     def barrier(self, opts: Any) -> dist.Work | None:
         def run() -> None:
             if not self._shares_memory:
-                return _wait(self.gloo.barrier(opts))
+                return _wait(self.transport.barrier(opts))
             self._call("barrier", ("barrier",))
 
         return self._start("barrier", run, [], opts)
@@ -374,7 +386,7 @@ class Backend:
                 group.ready()
                 self._caller = caller
                 try:
-                    with record_range(f"tpkernels:{name}"):
+                    with RecordFunctionFast(f"tpkernels:{name}") if profiling() else nullcontext():
                         run()
                 except BaseException as error:
                     group.mark_broken(error)
@@ -396,12 +408,12 @@ class Backend:
 
     # One tensor. These methods run under the group lock, after the set-up of the group.
 
-    def _all_reduce(self, x: torch.Tensor, reduction: Reduction) -> None:
+    def _all_reduce(self, x: torch.Tensor, reduction: Reduction, opts: Any) -> None:
         if not self._shares_memory:
             if self._is_hierarchical(x, reduction):
                 torch.ops.tpkernels.all_reduce_(x.detach(), self.name, algorithm="hierarchical")
             else:
-                _wait(self.gloo.allreduce([x], reduction.options()))
+                _wait(self.transport.allreduce([x], _all_reduce_options(opts)))
             return
         buffer = _input(x)
         self._call(
@@ -427,7 +439,7 @@ class Backend:
             gathered = torch.ops.tpkernels.all_gather(flat, self.name, algorithm="hierarchical")
             out.detach().copy_(gathered.view(out.shape))
         else:
-            _wait(self.gloo._allgather_base(out, x, opts))
+            _wait(all_gather_single(self.transport, out, x, opts))
 
     def _reduce_scatter_single(
         self, out: torch.Tensor, x: torch.Tensor, reduction: Reduction, opts: Any
@@ -440,7 +452,7 @@ class Backend:
             shard = torch.ops.tpkernels.reduce_scatter(flat, self.name, algorithm="hierarchical")
             out.detach().copy_(shard.view(out.shape))
         else:
-            _wait(self.gloo._reduce_scatter_base(out, x, opts))
+            _wait(reduce_scatter_single(self.transport, out, x, opts))
 
     def _is_hierarchical(self, x: torch.Tensor, reduction: Reduction | None = None) -> bool:
         """Return whether a collective across hosts uses `hierarchical`."""
@@ -680,13 +692,20 @@ def _concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([x.detach().reshape(-1) for x in tensors])
 
 
+def _all_reduce_options(opts: Any) -> Any:
+    """Return the options of one tensor, for the options of one or several."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = opts.reduceOp
+    return options
+
+
 def _wait(work: dist.Work) -> None:
     work.wait()
 
 
 def _caller() -> str:
     """Return the line outside torch and this package that started the collective."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
     if frame is None:  # a thread of autograd

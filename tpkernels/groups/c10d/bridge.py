@@ -80,6 +80,7 @@ def _compile(command: list[str], libraries: list[str], path: Path) -> None:
             capture_output=True,
             text=True,
             timeout=_COMPILE_SECONDS,
+            check=False,
         )
         if result.returncode != 0:
             raise CompileError(
