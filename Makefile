@@ -26,7 +26,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --no-compile --disable-pip-versi
 SPHINX := $(BIN)/python -m sphinx --fail-on-warning --nitpicky --quiet --fresh-env -c docs .
 # Folders too: their modification times change when files are added or removed.
 CSRC := $(shell find csrc 2>/dev/null)
-CXX_FILES = $(shell find csrc tests benchmarks -type f \( -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.inc' \
+CXX_FILES = $(shell find csrc tests benchmarks tpkernels -type f \( -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.inc' \
 	-o -name '*.cu' -o -name '*.cuh' \))
 
 # The tests start hundreds of processes that import torch, which takes twice as long without bytecode.

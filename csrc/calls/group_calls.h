@@ -110,8 +110,8 @@ class GroupCalls {
     std::shared_ptr<Lock> lock_;  // a fork replaces the lock of the group
   };
 
-  bool in_call = false;  // set by the thread that holds the lock
-  bool open = true;      // false after a failure, after close, and in a fork
+  bool in_call = false;            // set by the thread that holds the lock
+  bool open = true;                // false after a failure, after close, and in a fork
   bool has_pending_calls = false;  // asynchronous collectives of the backend "tpkernels"
   // Set if a problem was planned during a graph capture. Captures do not tune, so the first call
   // after the capture clears the plan cache.

@@ -365,9 +365,8 @@ void all_reduce(Channel& channel, const CallId& call, const CollectiveArgs& args
     for (std::size_t offset = 0; offset < local_count; offset += block) {
       const std::size_t m = std::min(block, local_count - offset);
       const std::size_t element_begin = begin + first + offset;
-      channel.sharing().timed([&] {
-        reduce(args, local_result + offset * out_element, partials, element_begin, m);
-      });
+      channel.sharing().timed(
+          [&] { reduce(args, local_result + offset * out_element, partials, element_begin, m); });
       for (const std::byte*& partial : partials) partial += m * element;
       if (one_shot) normalise(begin + offset + m);
     }

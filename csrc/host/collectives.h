@@ -124,13 +124,13 @@ struct CollectiveArgs {
   const Routing* routing = nullptr;    // for dispatch and combine
   const std::byte* weights = nullptr;  // for combine: [tokens, k], fp64 for fp64 rows, else fp32
   ReduceOp op = ReduceOp::kSum;
-  // For an all-gather with `outer` = 1, instead of `out`: the output of the shard of each rank. Null
-  // for shards that this rank does not need.
+  // For an all-gather with `outer` = 1, instead of `out`: the output of the shard of each rank.
+  // Null for shards that this rank does not need.
   const std::vector<std::byte*>* shard_outs = nullptr;
 };
 
-// Shard layouts of a collective. Empty for an all-reduce and a barrier. Dispatch and combine use only
-// `layout.inner`, the elements of a row.
+// Shard layouts of a collective. Empty for an all-reduce and a barrier. Dispatch and combine use
+// only `layout.inner`, the elements of a row.
 struct Shards {
   ShardLayout layout{};             // gathered or scattered tensor; input of an all-to-all
   ShardLayout out_layout{};         // output of an all-to-all

@@ -2,15 +2,15 @@
 // and point-to-point operations to gloo.
 //
 // torch calls it with or without the GIL. Collectives in Python release the GIL while they wait.
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/jit/python/pybind_utils.h>
 #include <pybind11/chrono.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <chrono>
 #include <exception>
 #include <stdexcept>
 #include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
 #include <vector>
 
@@ -125,8 +125,8 @@ class Bridge final : public c10d::Backend {
     }
     return start("allgather", by_input, tensors, opts);
   }
-  intrusive_ptr<Work> allgather_into_tensor_coalesced(
-      Tensors& outs, Tensors& tensors, const c10d::AllgatherOptions& opts) override {
+  intrusive_ptr<Work> allgather_into_tensor_coalesced(Tensors& outs, Tensors& tensors,
+                                                      const c10d::AllgatherOptions& opts) override {
     return start("allgather_into_tensor_coalesced", outs, tensors, opts);
   }
   intrusive_ptr<Work> gather(TensorLists& outs, Tensors& tensors,
