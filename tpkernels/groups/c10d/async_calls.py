@@ -82,6 +82,9 @@ class AsyncCalls:
     """The thread of a group, which starts at the first asynchronous collective."""
 
     def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._num_pending, self._change = 0, threading.Condition()
@@ -111,6 +114,8 @@ class AsyncCalls:
                     self._change.notify_all()
             work.finish(error)
 
+        if self._pid != os.getpid():
+            self._reset()
         with self._change:
             self._num_pending += 1
             on_pending(True)

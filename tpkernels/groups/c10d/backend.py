@@ -415,7 +415,7 @@ class Backend:
             else:
                 _wait(self.transport.allreduce([x], _all_reduce_options(opts)))
             return
-        buffer = _input(x)
+        buffer = x if x.is_contiguous() else _input(x)
         self._call(
             "all_reduce",
             ("all_reduce", x.numel(), x.dtype, reduction.name),
@@ -439,7 +439,9 @@ class Backend:
             gathered = torch.ops.tpkernels.all_gather(flat, self.name, algorithm="hierarchical")
             out.detach().copy_(gathered.view(out.shape))
         else:
-            _wait(all_gather_single(self.transport, out, x, opts))
+            buffer = _output(out)  # gloo compares shapes
+            _wait(all_gather_single(self.transport, buffer.view(-1), _input(x).view(-1), opts))
+            _copy_back(out, buffer)
 
     def _reduce_scatter_single(
         self, out: torch.Tensor, x: torch.Tensor, reduction: Reduction, opts: Any
@@ -452,7 +454,9 @@ class Backend:
             shard = torch.ops.tpkernels.reduce_scatter(flat, self.name, algorithm="hierarchical")
             out.detach().copy_(shard.view(out.shape))
         else:
-            _wait(reduce_scatter_single(self.transport, out, x, opts))
+            buffer = _output(out)
+            _wait(reduce_scatter_single(self.transport, buffer.view(-1), _input(x).view(-1), opts))
+            _copy_back(out, buffer)
 
     def _is_hierarchical(self, x: torch.Tensor, reduction: Reduction | None = None) -> bool:
         """Return whether a collective across hosts uses `hierarchical`."""
@@ -670,17 +674,12 @@ def _check_numel(
 # Memory of tensors.
 
 
-def _is_plain(x: torch.Tensor) -> bool:
-    """Return whether the memory of x holds its values in order."""
-    return x.is_contiguous() and not x.is_conj() and not x.is_neg()
-
-
 def _input(x: torch.Tensor) -> torch.Tensor:
-    return x if _is_plain(x) else x.detach().resolve_conj().resolve_neg().contiguous()
+    return x.detach().contiguous()
 
 
 def _output(x: torch.Tensor) -> torch.Tensor:
-    return x if _is_plain(x) else torch.empty(x.shape, dtype=x.dtype)
+    return x if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype)
 
 
 def _copy_back(x: torch.Tensor, buffer: torch.Tensor) -> None:

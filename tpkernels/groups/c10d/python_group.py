@@ -6,6 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
 
 from tpkernels.groups.c10d.async_calls import CallWork
 from tpkernels.groups.c10d.backend import Backend
@@ -42,40 +53,41 @@ class PythonGroup(dist.ProcessGroup):
         return self._backend.transport.recv_anysource(*args)
 
 
-# The collectives of a process group, from torch 2.13 and before, and those of a backend.
+# The collectives of a process group, under their names in torch 2.13 and before: the method of a
+# `Backend`, and the type of the last argument.
 _COLLECTIVES = {
-    "allreduce": "allreduce",
-    "allreduce_coalesced": "allreduce",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-    "allgather": "allgather",
-    "allgather_coalesced": "allgather",
-    "all_gather_single": "_allgather_base",
-    "_allgather_base": "_allgather_base",
-    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
-    "allgather_into_tensor_coalesced": "allgather_into_tensor_coalesced",
-    "gather": "gather",
-    "scatter": "scatter",
-    "reduce_scatter": "reduce_scatter",
-    "reduce_scatter_single": "_reduce_scatter_base",
-    "_reduce_scatter_base": "_reduce_scatter_base",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced",
-    "all_to_all_single": "alltoall_base",
-    "alltoall_base": "alltoall_base",
-    "alltoall": "alltoall",
-    "barrier": "barrier",
+    "allreduce": ("allreduce", AllreduceOptions),
+    "allreduce_coalesced": ("allreduce_coalesced", AllreduceOptions),
+    "broadcast": ("broadcast", BroadcastOptions),
+    "reduce": ("reduce", ReduceOptions),
+    "allgather": ("allgather", AllgatherOptions),
+    "all_gather_single": ("_allgather_base", AllgatherOptions),
+    "_allgather_base": ("_allgather_base", AllgatherOptions),
+    "all_gather_single_coalesced": ("allgather_into_tensor_coalesced", AllgatherOptions),
+    "allgather_into_tensor_coalesced": ("allgather_into_tensor_coalesced", AllgatherOptions),
+    "gather": ("gather", GatherOptions),
+    "scatter": ("scatter", ScatterOptions),
+    "reduce_scatter": ("reduce_scatter", ReduceScatterOptions),
+    "reduce_scatter_single": ("_reduce_scatter_base", ReduceScatterOptions),
+    "_reduce_scatter_base": ("_reduce_scatter_base", ReduceScatterOptions),
+    "reduce_scatter_single_coalesced": ("reduce_scatter_tensor_coalesced", ReduceScatterOptions),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter_tensor_coalesced", ReduceScatterOptions),
+    "all_to_all_single": ("alltoall_base", AllToAllOptions),
+    "alltoall_base": ("alltoall_base", AllToAllOptions),
+    "alltoall": ("alltoall", AllToAllOptions),
+    "barrier": ("barrier", BarrierOptions),
 }
 
 
-def _collective(name: str) -> Callable[..., dist.Work]:
+def _collective(name: str, options: Callable[[], Any]) -> Callable[..., dist.Work]:
     def start(self: PythonGroup, *args: Any, opts: Any = None) -> dist.Work:
-        *tensors, last = (*args, opts) if opts is not None else args
-        work = getattr(self._backend, name)(*tensors, last)
+        if not (args and hasattr(args[-1], "asyncOp")):
+            args = *args, options() if opts is None else opts
+        work = getattr(self._backend, name)(*args)
         return CallWork.completed() if work is None else work  # torch in C++ needs a work
 
     return start
 
 
 for _name, _target in _COLLECTIVES.items():
-    setattr(PythonGroup, _name, _collective(_target))
+    setattr(PythonGroup, _name, _collective(*_target))
