@@ -6,6 +6,7 @@ the same names in this module also accept a ProcessGroup, a DeviceMesh or a (mes
 
 from typing import TYPE_CHECKING, Any
 
+import tpkernels_autoload
 from tpkernels import compile, mesh, nccl, nn, numerics, ops
 from tpkernels.common.shards import shard_sizes
 from tpkernels.common.version import VERSION
@@ -18,7 +19,7 @@ from tpkernels.errors import (
     TpkernelsError,
     WorkspaceMemoryError,
 )
-from tpkernels.groups import c10d, check, empty, finalize
+from tpkernels.groups import check, empty, finalize
 from tpkernels.launch.initialization import init
 from tpkernels.launch.spmd import spmd
 from tpkernels.local.packed import pack, unpack
@@ -32,7 +33,7 @@ from tpkernels.qualification import qualify
 from tpkernels.timing import benchmark
 
 __version__ = VERSION
-c10d.register()
+tpkernels_autoload.register()
 
 __all__ = [
     "CollectiveMismatchError",

@@ -1,6 +1,7 @@
 """A campaign of faults: random ops on random world sizes, disturbed at random moments.
 
     python -m tests.support.campaign --count 300 --seed 1
+    python -m tests.support.campaign --count 100 --backend
 
 Each trial repeats one op on 2 to 4 ranks, with random delays in its protocol, until a fault hits
 one rank:
@@ -51,6 +52,8 @@ from tpkernels.symm import host, rendezvous
 
 KINDS = ("kill", "stop", "interrupt", "exception", "no memory", "mismatch", "fork")
 KINDS += ("turn", "late", "destroyed")
+# With --backend: collectives of torch.distributed, on groups with the backend "tpkernels".
+BACKEND_KINDS = ("kill", "stop", "interrupt", "no memory", "mismatch", "fork", "turn", "late")
 CALLS = 200  # per rank, in a trial without a failure
 BY_SIGNAL = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}
 INTERRUPTS = ("interrupt", "turn")
@@ -121,6 +124,20 @@ class Trial:
     victim: int = 2
     seed: int = 0
     message: str = ""  #: expected in an error that names the victim
+    backend: bool = False  #: op is a collective of torch.distributed, algorithm "sync" or "async"
+
+    @classmethod
+    def drawn_for_backend(cls, seed: int) -> Trial:
+        draw = random.Random(seed)
+        trial = replace(
+            cls.drawn(seed),
+            op=draw.choice(list(faults.COLLECTIVES)),
+            algorithm=draw.choice(("sync", "async")),
+            kind=draw.choice(BACKEND_KINDS),
+            backend=True,
+        )
+        in_set_up = trial.step == "init" and trial.kind in BY_SIGNAL
+        return trial if in_set_up else replace(trial, step="", moment=draw.random() * 0.3)
 
     @classmethod
     def drawn(cls, seed: int) -> Trial:
@@ -169,7 +186,8 @@ def job(trial: Trial) -> Report:
     survivors = [r for r in range(trial.world) if r != trial.victim or not ends]
     destroyed = _destroyed_group() if trial.kind == "destroyed" else None
     other = faults.new_group(ranks=survivors) if rank in survivors else None
-    group = faults.require_group(dist.new_group())
+    backend = "tpkernels" if trial.backend else None
+    group = faults.require_group(dist.new_group(backend=backend))
     victim = rank == trial.victim
     if trial.step != "init":
         _set_up(trial, group)
@@ -204,6 +222,8 @@ def _set_up(trial: Trial, group: dist.ProcessGroup) -> None:
 
 def _run(trial: Trial, group: dist.ProcessGroup, rows: int = 60, **options: Any) -> None:
     rows = 12 if trial.fused else rows
+    if trial.backend:
+        return faults.run_collective(trial.op, group, rows, is_async=trial.algorithm == "async")
     faults.run_op(trial.op, group, trial.algorithm, rows, **options)
 
 
@@ -238,7 +258,7 @@ def _calls(
     if trial.moment == "waiting" and not victim:
         late = functools.partial(time.sleep, 0.5)
         _run_in_gloo(late) if trial.algorithm == "unfused" else late()
-    if trial.kind == "late":
+    if trial.kind == "late" and not trial.backend:
         return _calls_until_one_is_late(trial, group, victim)
     if trial.kind == "turn" and victim:
         return _calls_of_two_threads(trial, group)
@@ -251,6 +271,8 @@ def _calls(
                 raise AssertionError(f"wrong result of a group that was destroyed: {ending}")
         mismatched = victim and trial.kind == "mismatch" and number == trial.fault_call
         fails_allocation = victim and trial.kind == "no memory" and number == trial.fault_call
+        if victim and trial.kind == "late" and number == trial.fault_call:
+            time.sleep(trial.timeout + 1.0)
         with no_memory(1 + trial.seed % 3 if fails_allocation else 0):
             _run(trial, group, rows=120 if mismatched else 60)
 
@@ -560,10 +582,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kind", choices=KINDS)
     parser.add_argument("--op", nargs="*", help="only these")
+    parser.add_argument("--backend", action="store_true", help="collectives of torch.distributed")
     options = parser.parse_args(argv)
     times: dict[str, list[float]] = {kind: [] for kind in KINDS}
     failed = 0
-    drawn = map(Trial.drawn, itertools.count(options.seed))
+    draw = Trial.drawn_for_backend if options.backend else Trial.drawn
+    drawn = map(draw, itertools.count(options.seed))
     chosen = (trial for trial in drawn if not options.op or trial.op in options.op)
     if options.kind is not None:
         chosen = (replace(trial, kind=options.kind, step="") for trial in chosen)

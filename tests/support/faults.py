@@ -152,6 +152,50 @@ def run_op(
     assert torch.equal(got, torch.full_like(got, expected)), f"{op} {algorithm}: wrong result {got}"
 
 
+def _all_to_all(x: torch.Tensor, group: dist.ProcessGroup, is_async: bool) -> Any:
+    out = torch.zeros(len(x) * group.size(), x.shape[1])
+    work = dist.all_to_all_single(out, x.repeat(group.size(), 1), group=group, async_op=is_async)
+    return out, work
+
+
+def _all_gather(x: torch.Tensor, group: dist.ProcessGroup, is_async: bool) -> Any:
+    outs = [torch.zeros_like(x) for _ in range(group.size())]
+    return outs[-1], dist.all_gather(outs, x, group, is_async)
+
+
+def _reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, is_async: bool) -> Any:
+    out = torch.zeros_like(x)
+    work = dist.reduce_scatter(out, [x] * group.size(), group=group, async_op=is_async)
+    return out / group.size() if work is None else out, work
+
+
+# Collectives of torch.distributed: (x, group, is_async) -> (result, work).
+COLLECTIVES: dict[str, Callable[[torch.Tensor, dist.ProcessGroup, bool], Any]] = {
+    "all_reduce": lambda x, group, is_async: (
+        x,
+        dist.all_reduce(x, dist.ReduceOp.MAX, group, is_async),
+    ),
+    "broadcast": lambda x, group, is_async: (
+        x,
+        dist.broadcast(x, group=group, group_src=1, async_op=is_async),
+    ),
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+}
+
+
+def run_collective(
+    name: str, group: dist.ProcessGroup, rows: int = 60, *, is_async: bool = False
+) -> None:
+    """Run a collective of torch.distributed with known values and check the result."""
+    got, work = COLLECTIVES[name](torch.ones(rows, 48), group, is_async)
+    if work is not None:
+        work.wait()
+        got = got / group.size() if name == "reduce_scatter" else got
+    assert torch.equal(got, torch.ones_like(got)), f"{name}: wrong result {got}"
+
+
 def record_ending(call: Callable[[], object]) -> Ending:
     start = time.monotonic()
     error, message, peer = "", "", None

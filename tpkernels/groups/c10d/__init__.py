@@ -1,6 +1,7 @@
 """The ``torch.distributed`` backend "tpkernels" for CPU tensors.
 
 ``torch.distributed.init_process_group("tpkernels")`` and ``"cpu:tpkernels,cuda:nccl"`` use it.
+tpkernels_autoload.py registers it.
 """
 
 from __future__ import annotations
@@ -8,20 +9,14 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import torch.distributed as dist
+from tpkernels.torch_private import BackendOptions
 
 _logger = logging.getLogger("tpkernels")
-NAME = "tpkernels"
 
 
-def register() -> None:
-    """Register the backend with torch. Costs no import of its implementation."""
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
-
-
-def _create(options: Any, _: object) -> Any:
-    """Return what torch calls: a ``c10d::Backend``, or a process group where none can be
-    compiled."""
+def create(options: BackendOptions) -> Any:
+    """Return what torch calls for a process group: a ``c10d::Backend``, or a process group where
+    none can be compiled."""
     from tpkernels.groups.c10d import bridge
     from tpkernels.groups.c10d.backend import Backend
 
