@@ -132,6 +132,7 @@ void bind_group_calls(py::module_& m) {
   py::class_<Lock, std::shared_ptr<Lock>>(m, "Lock")
       .def("acquire", &Lock::acquire, py::arg("blocking") = true)
       .def("release", &Lock::release)
+      .def("is_held", &Lock::is_held)
       .def("__enter__", [](Lock& self) { return self.acquire(); })
       .def("__exit__", [](Lock& self, const py::args&) { self.release(); });
 

@@ -94,6 +94,8 @@ void Lock::wait() {
   --waiting_;
 }
 
+bool Lock::is_held() const { return depth_ > 0 && owner_ == PyThread_get_thread_ident(); }
+
 void Lock::release() {
   if (owner_ != PyThread_get_thread_ident()) {
     throw std::runtime_error("cannot release the group lock: this thread does not hold it");

@@ -24,6 +24,8 @@ class Lock {
   bool acquire(bool blocking = true);
   // Throws std::runtime_error if this thread does not hold the lock.
   void release();
+  // Whether this thread holds the lock.
+  bool is_held() const;
 
  private:
   void wait();

@@ -8,6 +8,7 @@ import importlib
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.metadata import metadata
 from pathlib import Path
@@ -100,6 +101,22 @@ def test_python_on_two_ranks(
     ranks(2).run(run_job, program(ROOT / "docs" / f"{name}.md"), f"{name}.md", timeout=180)
 
 
+def test_python_under_torchrun(tmp_path: Path) -> None:
+    """The page imports no tpkernels: torch finds the backend by its entry point."""
+    script = tmp_path / "train.py"
+    script.write_text(program(ROOT / "docs" / "backend.md") + "\nprint('ran')\n")
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    output = subprocess.run(
+        [sys.executable, *launcher, str(script)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert output.returncode == 0, output.stderr[-3000:]
+    assert output.stdout.count("ran") == 2
+
+
 @pytest.mark.slow
 def test_python_that_is_compiled(ranks: RanksFixture) -> None:
     ranks(2).run(run_job, program(ROOT / "docs" / "compile.md"), "compile.md", timeout=280)
@@ -118,7 +135,7 @@ def test_python_of_nccl(ranks: RanksFixture, fake_nccl: Build) -> None:
 
 
 def test_all_pages_with_python_are_run() -> None:
-    run = {"compile", "nccl", *ON_TWO_RANKS, *(Path(page).stem for page in SCRIPTS)}
+    run = {"backend", "compile", "nccl", *ON_TWO_RANKS, *(Path(page).stem for page in SCRIPTS)}
     assert {page.stem for page in PAGES if program(page)} == run
 
 

@@ -24,6 +24,7 @@ from tests.support.tiers import sweep
 from tpkernels import groups
 from tpkernels.groups.c10d import bridge
 from tpkernels.launch import Ranks
+from tpkernels.symm import host
 
 REALS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -166,6 +167,8 @@ def test_every_collective() -> list[str]:
 def test_every_collective_without_a_compiler() -> list[str]:
     error = bridge.CompileError("refused by a test")
     with mock.patch.object(bridge, "load", side_effect=error), backend_group() as group:
+        with pytest.raises(NotImplementedError, match="on meta, but without a C"):
+            group.allreduce([torch.ones(3, device="meta")])
         return check_reductions(group) + check_moves(group, torch.float32, 37)
 
 
@@ -225,6 +228,30 @@ def test_asynchronous_collectives_run_in_order() -> None:
 
 
 @on_ranks(2)
+def test_collectives_in_callbacks_of_futures() -> None:
+    """A callback runs on the thread of the group, while later collectives are pending."""
+    with backend_group(workspace_bytes=None) as group:
+        dist.barrier(group)
+        x = torch.ones(1 << 20)  # slow enough that the callback is set before it has run
+
+        def callback(future: Any) -> torch.Tensor:
+            y = torch.ones(3)
+            dist.all_reduce(y, group=group)
+            z = dist.all_reduce(y, group=group, async_op=True).get_future().wait()[0]
+            assert isinstance(z, torch.Tensor)
+            return z
+
+        first = [dist.all_reduce(x, group=group, async_op=True) for _ in range(8)]
+        last = first[-1]
+        assert last is not None
+        future = last.get_future().then(callback)
+        later = dist.all_reduce(x, group=group, async_op=True)
+        assert float(future.wait()[0]) == 4
+        assert later is not None
+        later.wait()
+
+
+@on_ranks(2)
 def test_wait_with_a_timeout() -> None:
     with backend_group(workspace_bytes=None) as group:
         x = torch.ones(3)
@@ -270,6 +297,36 @@ def test_threads_of_a_rank() -> None:
                 assert float(x[0]) == 2
 
         assert faults.run_concurrently([reduce] * 3) == [None] * 3
+
+
+@on_ranks(2)
+def test_a_call_that_grows_the_workspace_while_collectives_are_pending() -> None:
+    """The call holds the group lock, so it must not wait for the pending collectives."""
+    with backend_group(workspace_bytes=None) as group:
+        dist.barrier(group)
+        state, works = groups.get(group.group_name), []
+        grow = host.HostWorkspace.grow
+
+        def grow_late(*args: Any) -> Any:
+            if not works:  # a thread starts a collective meanwhile
+                works.append(dist.all_reduce(torch.ones(3), group=group, async_op=True))
+                assert state.has_pending_calls
+            return grow(*args)
+
+        with mock.patch.object(host.HostWorkspace, "grow", grow_late):
+            dist.all_reduce(torch.ones(4 << 20), group=group)
+        assert works[0].wait()
+
+
+@on_ranks(2)
+def test_the_backend_after_finalize() -> None:
+    with backend_group(workspace_bytes=None) as group:
+        dist.barrier(group)
+        dist.barrier()  # both ranks have returned
+        tpkernels.finalize()
+        x = torch.ones(3)
+        dist.all_reduce(x, group=group)
+        assert float(x[0]) == 2
 
 
 # Refusals and mismatches.

@@ -370,8 +370,9 @@ class Group(_C.calls.GroupCalls):
         self.has_pending_calls = pending
 
     def drain(self) -> None:
-        """Wait until the asynchronous collectives of the group have run."""
-        if self.has_pending_calls and self._backend is not None:
+        """Wait until the asynchronous collectives of the group have run. They cannot run while this
+        thread holds the lock, and are not waited for then."""
+        if self.has_pending_calls and self._backend is not None and not self.lock.is_held():
             self._backend.drain()
 
     @contextlib.contextmanager

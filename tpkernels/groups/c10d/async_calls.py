@@ -29,21 +29,17 @@ class CallWork(dist.Work):
         self._error: BaseException | None = None
         self._future: Future[list[Any]] = Future()
 
-    @classmethod
-    def completed(cls) -> CallWork:
-        """Return the work of a collective that has run and has no outputs to report."""
-        work = cls("", [])
-        work.finish(None)
-        return work
-
     def finish(self, error: BaseException | None) -> None:
-        """Complete the work, with an error if it failed."""
+        """Wake the threads that wait for the work. ``error``: the error of the collective."""
         self._error = error
         self._done.set()
-        if error is None:
+
+    def finish_future(self) -> None:
+        """Complete the future. Its callbacks run on this thread."""
+        if self._error is None:
             self._future.set_result(self._outputs)
         else:
-            bridge.fail_future(self._future, error)
+            bridge.fail_future(self._future, self._error)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the collective, and raise its error.
@@ -95,6 +91,10 @@ class AsyncCalls:
         """Return whether a collective has not run yet. A fork does not inherit the thread."""
         return self._num_pending > 0 and self._pid == os.getpid()
 
+    def on_thread(self) -> bool:
+        """Return whether the current thread is the thread of the group: a callback of a future."""
+        return threading.current_thread() is self._thread
+
     def submit(
         self, work: CallWork, run: Callable[[], None], on_pending: Callable[[bool], None]
     ) -> None:
@@ -107,12 +107,13 @@ class AsyncCalls:
                 run()
             except BaseException as raised:
                 error = raised
+            work.finish(error)
             with self._change:
                 self._num_pending -= 1
                 if self._num_pending == 0:
                     on_pending(False)
                     self._change.notify_all()
-            work.finish(error)
+            work.finish_future()
 
         if self._pid != os.getpid():
             self._reset()
@@ -127,7 +128,7 @@ class AsyncCalls:
 
     def drain(self) -> None:
         """Wait until no collective is pending. Returns at once on the thread of the group."""
-        if self.pending and threading.current_thread() is not self._thread:
+        if self.pending and not self.on_thread():
             with self._change:
                 self._change.wait_for(lambda: self._num_pending == 0)
 

@@ -363,23 +363,24 @@ class Backend:
         self, name: str, run: Callable[[], None], outputs: list[Any], opts: Any
     ) -> dist.Work | None:
         """Run a collective now, or on the thread of the group if it is asynchronous or must wait
-        for an asynchronous one."""
+        for an asynchronous one. In a callback of a future, which runs on that thread, it runs now:
+        on every rank between the same two collectives."""
         self.num_collectives += 1
         caller, is_async = _caller(), opts.asyncOp
-        if not (is_async or self._async_calls.pending):
+        calls = self._async_calls
+        if calls.on_thread() or not (is_async or calls.pending):
             self._run(name, run, caller)
-            return None
-        work, group = CallWork(name, outputs), self._get_group()
-        self._async_calls.submit(
-            work, lambda: self._run(name, run, caller), group.set_pending_calls
-        )
+            return completed_work(name, outputs) if is_async else None
+        work = CallWork(name, outputs)
+        set_pending = groups.get(self.name).set_pending_calls
+        calls.submit(work, lambda: self._run(name, run, caller), set_pending)
         if is_async:
             return work
         work.wait()
         return None
 
     def _run(self, name: str, run: Callable[[], None], caller: str) -> None:
-        group = self._get_group()
+        self._group = group = groups.get(self.name)
         try:
             with group.lock:
                 group.check_usable()
@@ -397,14 +398,15 @@ class Backend:
         if group.notices:
             group.warn()
 
-    def _get_group(self) -> Group:
-        if self._group is None:
-            self._group = groups.get(self.name)
+    @property
+    def group(self) -> Group:
+        """Return the group of the collective that runs."""
+        assert self._group is not None  # set by `_run`
         return self._group
 
     @property
     def _shares_memory(self) -> bool:
-        return self._get_group().workspace is not None
+        return self.group.workspace is not None
 
     # One tensor. These methods run under the group lock, after the set-up of the group.
 
@@ -461,7 +463,7 @@ class Backend:
     def _is_hierarchical(self, x: torch.Tensor, reduction: Reduction | None = None) -> bool:
         """Return whether a collective across hosts uses `hierarchical`."""
         is_sum = reduction is None or reduction.op == _SUM
-        return is_sum and x.dtype in _HIERARCHICAL_DTYPES and self._get_group().node is not None
+        return is_sum and x.dtype in _HIERARCHICAL_DTYPES and self.group.node is not None
 
     def _gather(
         self,
@@ -593,7 +595,7 @@ class Backend:
             description = _describe(*key)
             call_id = zlib.crc32(description.encode()) or 1, description
             self._call_ids[key] = call_id
-        group = self._get_group()
+        group = self.group
         nbytes = min(nbytes, 2 * _CHUNK_BYTES * self.world) + _SLACK_BYTES
         group.ensure_capacity(nbytes, call_id[1])
         assert group.workspace is not None  # `_shares_memory`
@@ -696,6 +698,13 @@ def _all_reduce_options(opts: Any) -> Any:
     options = dist.AllreduceOptions()
     options.reduceOp = opts.reduceOp
     return options
+
+
+def completed_work(name: str, outputs: list[Any]) -> CallWork:
+    work = CallWork(name, outputs)
+    work.finish(None)
+    work.finish_future()
+    return work
 
 
 def _wait(work: dist.Work) -> None:

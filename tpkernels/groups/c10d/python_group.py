@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
@@ -18,8 +19,7 @@ from torch.distributed.distributed_c10d import (
     ScatterOptions,
 )
 
-from tpkernels.groups.c10d.async_calls import CallWork
-from tpkernels.groups.c10d.backend import Backend
+from tpkernels.groups.c10d.backend import Backend, completed_work
 from tpkernels.torch_private import use_gloo
 
 
@@ -79,12 +79,24 @@ _COLLECTIVES = {
 }
 
 
+def _check_device(tensors: object) -> None:
+    if isinstance(tensors, (list, tuple)):
+        for tensor in tensors:
+            _check_device(tensor)
+    elif isinstance(tensors, torch.Tensor) and tensors.device.type != "cpu":
+        raise NotImplementedError(
+            f"a tensor is on {tensors.device}, but without a C++ compiler a process group with the "
+            "backend tpkernels serves CPU tensors only; install g++, or use a second process group"
+        )
+
+
 def _collective(name: str, options: Callable[[], Any]) -> Callable[..., dist.Work]:
     def start(self: PythonGroup, *args: Any, opts: Any = None) -> dist.Work:
         if not (args and hasattr(args[-1], "asyncOp")):
             args = *args, options() if opts is None else opts
+        _check_device(args[:-1])
         work = getattr(self._backend, name)(*args)
-        return CallWork.completed() if work is None else work  # torch in C++ needs a work
+        return completed_work(name, []) if work is None else work  # torch in C++ needs a work
 
     return start
 
