@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "calls/caller.h"
 #include "calls/python.h"
 
 namespace tpkernels::calls {
@@ -35,6 +36,7 @@ py::object run_bound(const KernelState& kernel, GroupCalls& group, const Planned
   if (!guard->can_run || group.untuned_in_capture || planned.generation != group.generation()) {
     return {};
   }
+  const RecordCaller recorded;
   try {
     return planned.bound->run(slots, x);
   } catch (...) {
@@ -140,6 +142,7 @@ py::object call(const KernelState& kernel, const Slots& slots) {
         lookup.has_key ? GroupCalls::lookup(get_group_argument(kernel, slots)) : nullptr;
     if (group) group->insert(key.bytes, planned);
   }
+  const RecordCaller recorded;
   return kernel.run(planned->call, arguments);
 }
 

@@ -45,8 +45,8 @@ int open_pidfd(int pid) {
   return static_cast<int>(fd);
 }
 
-int Arena::create(std::size_t region_bytes, int world) {
-  const int fd = open_memfd("tpkernels");
+int Arena::create(std::size_t region_bytes, int world, const char* name) {
+  const int fd = open_memfd(name);
   const auto total = static_cast<off_t>(region_bytes * static_cast<unsigned>(world));
   const bool ok = total > 0 && fchmod(fd, 0600) == 0 && ftruncate(fd, total) == 0 &&
                   fcntl(fd, F_ADD_SEALS, kSizeSeals) == 0;
@@ -60,7 +60,7 @@ int Arena::create(std::size_t region_bytes, int world) {
   return fd;
 }
 
-Arena::Arena(int fd, std::size_t region_bytes, int world)
+Arena::Arena(int fd, std::size_t region_bytes, int world, bool keep_fd)
     : region_bytes_(region_bytes), world_(world) {
   struct stat info{};
   if (fstat(fd, &info) != 0) fail("cannot read the size of shared memory", errno);
@@ -76,7 +76,8 @@ Arena::Arena(int fd, std::size_t region_bytes, int world)
   if (base == MAP_FAILED) fail("cannot map " + mebibytes(total()) + " of shared memory", errno);
   base_ = static_cast<std::byte*>(base);
   madvise(base, total(), MADV_HUGEPAGE);  // hint: fewer TLB misses
-  if (madvise(base, 0, MADV_POPULATE_WRITE) != 0) fd_ = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+  commit_by_fd_ = madvise(base, 0, MADV_POPULATE_WRITE) != 0;
+  if (keep_fd || commit_by_fd_) fd_ = fcntl(fd, F_DUPFD_CLOEXEC, 0);
 }
 
 Arena::~Arena() {
@@ -101,7 +102,7 @@ void Arena::commit(int rank, std::size_t offset, std::size_t bytes) {
   // Commit through the mapping, so that the huge-page hint and first-touch NUMA placement apply.
   // madvise reports EFAULT or ENOMEM if a later store would raise SIGBUS.
   int error = 0;
-  if (fd_ >= 0) {  // kernels before 5.14
+  if (commit_by_fd_) {
     error = posix_fallocate(fd_, static_cast<off_t>(begin), static_cast<off_t>(end - begin));
   } else if (madvise(base_ + begin, end - begin, MADV_POPULATE_WRITE) != 0) {
     error = errno;

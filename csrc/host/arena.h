@@ -23,11 +23,12 @@ int open_pidfd(int pid);           // becomes readable when the process exits
 class Arena {
  public:
   // Creates the memfd (mode 0600, size sealed). The caller owns the returned descriptor.
-  static int create(std::size_t region_bytes, int world);
+  static int create(std::size_t region_bytes, int world, const char* name = "tpkernels");
 
   // Maps the memfd. The caller still owns the descriptor. Throws std::runtime_error if the mapping
-  // fails, the size of the file differs, or its size is not sealed.
-  Arena(int fd, std::size_t region_bytes, int world);
+  // fails, the size of the file differs, or its size is not sealed. If `keep_fd`, holds a duplicate
+  // of the descriptor, so that an outside process finds the memory in /proc/PID/fd.
+  Arena(int fd, std::size_t region_bytes, int world, bool keep_fd = false);
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
@@ -51,7 +52,8 @@ class Arena {
   std::byte* base_ = nullptr;
   std::size_t region_bytes_;
   int world_;
-  int fd_ = -1;  // set only on kernels before 5.14, for `commit`
+  int fd_ = -1;                // a duplicate, or -1
+  bool commit_by_fd_ = false;  // on kernels before 5.14
 };
 
 // Requests huge pages for private memory that will be written. The kernel may ignore this hint.

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "host/arena.h"
+#include "host/call_records.h"
 #include "host/channel.h"
 #include "host/collectives.h"
 #include "host/vector.h"
@@ -44,9 +45,10 @@ void bind_memory(py::module_& m) {
   m.def("open_memfd", &open_memfd, py::arg("name"));
   m.def("open_pidfd", &open_pidfd, py::arg("pid"));
   py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
-      .def(py::init<int, std::size_t, int>(), py::arg("fd"), py::arg("region_bytes"),
-           py::arg("world"))
-      .def_static("create", &Arena::create, py::arg("region_bytes"), py::arg("world"))
+      .def(py::init<int, std::size_t, int, bool>(), py::arg("fd"), py::arg("region_bytes"),
+           py::arg("world"), py::arg("keep_fd") = false)
+      .def_static("create", &Arena::create, py::arg("region_bytes"), py::arg("world"),
+                  py::arg("name") = "tpkernels")
       .def("commit", &Arena::commit, py::arg("rank"), py::arg("offset"), py::arg("nbytes"),
            ReleaseGil())
       .def("decommit", &Arena::decommit, py::arg("rank"), py::arg("offset"), py::arg("nbytes"),
@@ -67,6 +69,28 @@ void bind_memory(py::module_& m) {
       .def_readonly("nbytes", &Region::bytes);
 }
 
+// Calls f() with the GIL. A Python error must not leave it, because the caller is within a wait.
+template <class F>
+void call_in_wait(const char* where, F&& f) {
+  park_if_finalizing();
+  const py::gil_scoped_acquire gil;
+  try {
+    f();
+  } catch (py::error_already_set& error) {
+    if (error.matches(PyExc_KeyboardInterrupt)) {
+      PyErr_SetInterrupt();  // raised when the wait polls for Unix signals
+    } else {
+      error.discard_as_unraisable(where);
+    }
+  }
+}
+
+void log_warning(const std::string& text) {
+  call_in_wait("a log handler", [&] {
+    py::module_::import("logging").attr("getLogger")("tpkernels").attr("warning")("%s", text);
+  });
+}
+
 void bind_channel(py::module_& m) {
   py::enum_<Phase>(m, "Phase")
       .value("DATA", Phase::kData)
@@ -76,16 +100,18 @@ void bind_channel(py::module_& m) {
   py::class_<Channel>(m, "Channel")
       .def(py::init([](std::shared_ptr<Arena> arena, int rank, std::vector<int> pidfds,
                        std::vector<int> pids, double timeout, double spin_us, double yield_us,
-                       std::size_t capacity, std::vector<int> group_ranks) {
-             ChannelOptions options{timeout, spin_us, yield_us, std::move(group_ranks)};
+                       std::size_t capacity, std::vector<int> group_ranks, std::string group) {
+             ChannelOptions options{timeout, spin_us, yield_us, std::move(group_ranks),
+                                    std::move(group)};
              auto channel = std::make_unique<Channel>(std::move(arena), rank, std::move(pidfds),
                                                       std::move(pids), options, capacity, 0);
              channel->set_poll(&poll_signals);
+             channel->set_warn(&log_warning);
              return channel;
            }),
            py::arg("arena"), py::arg("rank"), py::arg("pidfds"), py::arg("pids"),
            py::arg("timeout"), py::arg("spin_us"), py::arg("yield_us"), py::arg("capacity"),
-           py::arg("group_ranks") = std::vector<int>{})
+           py::arg("group_ranks") = std::vector<int>{}, py::arg("group") = "")
       .def_static("region_bytes", &Channel::region_bytes, py::arg("world"), py::arg("limit"))
       .def_static("commit_ranges", &Channel::commit_ranges, py::arg("world"),
                   py::arg("region_bytes"), py::arg("begin"), py::arg("end"))
@@ -97,6 +123,10 @@ void bind_channel(py::module_& m) {
       .def_property_readonly("broken", &Channel::broken)
       .def("buffer_offset", &Channel::buffer_offset, py::arg("parity"))
       .def("begin", &Channel::begin, py::arg("signature"), py::arg("description"))
+      .def(
+          "set_caller", [](Channel&, const std::string& caller) { set_caller(caller); },
+          py::arg("caller"))
+      .def("end_call", &Channel::end_call, py::arg("completed") = true)
       .def("publish", &Channel::publish, py::arg("phase"), py::arg("index") = 0)
       .def("wait", &Channel::wait, py::arg("peer"), py::arg("phase"), py::arg("index") = 0,
            ReleaseGil())
@@ -135,19 +165,8 @@ void bind_channel(py::module_& m) {
           "set_on_wait",
           [](Channel& c, const py::object& f) {
             if (f.is_none()) return c.set_on_wait(nullptr);
-            c.set_on_wait([f](bool begin) {
-              park_if_finalizing();
-              const py::gil_scoped_acquire gil;
-              try {
-                f(begin);
-              } catch (py::error_already_set& error) {
-                if (error.matches(PyExc_KeyboardInterrupt)) {
-                  PyErr_SetInterrupt();  // raised when the wait polls for Unix signals
-                } else {
-                  error.discard_as_unraisable("the callback around a wait");
-                }
-              }
-            });
+            c.set_on_wait(
+                [f](bool begin) { call_in_wait("the callback around a wait", [&] { f(begin); }); });
           },
           py::arg("f"))
       .def(
@@ -156,6 +175,38 @@ void bind_channel(py::module_& m) {
              bool skip_waits) { c.set_chaos({seed | 1, max_delay_us, single_buffer, skip_waits}); },
           py::arg("seed"), py::arg("max_delay_us"), py::arg("single_buffer") = false,
           py::arg("skip_waits") = false);
+}
+
+// The records of calls as Python values. Their text may come from a damaged process.
+void bind_call_records(py::module_& m) {
+  const auto decode = [](const std::string& text) {
+    return py::reinterpret_steal<py::str>(
+        PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
+  };
+  m.def(
+      "read_calls",
+      [decode](int fd, std::size_t last) {
+        const GroupRecords records = read_records(fd, last);
+        const char* const states[] = {"started", "completed", "failed"};
+        py::list ranks;
+        for (const RankCalls& rank : records.ranks) {
+          py::list calls;
+          for (const CallInfo& call : rank.calls) {
+            calls.append(py::dict(
+                py::arg("number") = call.number, py::arg("epoch") = call.epoch,
+                py::arg("state") = states[static_cast<std::size_t>(call.state) % 3],
+                py::arg("started") = static_cast<double>(call.start_us) / 1e6,
+                py::arg("ended") = static_cast<double>(call.end_us) / 1e6,
+                py::arg("call") = decode(call.text), py::arg("caller") = decode(call.caller)));
+          }
+          ranks.append(py::dict(py::arg("rank") = rank.rank, py::arg("pid") = rank.pid,
+                                py::arg("process_state") = std::string(1, rank.process_state),
+                                py::arg("calls") = calls));
+        }
+        return py::dict(py::arg("group") = decode(records.group), py::arg("ranks") = ranks,
+                        py::arg("text") = decode(format_records(records.ranks)));
+      },
+      py::arg("fd"), py::arg("last"));
 }
 
 void bind_collectives(py::module_& m) {
@@ -254,6 +305,7 @@ void tpkernels::bind_host(pybind11::module_& m) {
   using namespace host;
   bind_memory(m);
   bind_channel(m);
+  bind_call_records(m);
   bind_collectives(m);
   bind_vector_units(m);
 }

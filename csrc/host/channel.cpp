@@ -48,8 +48,10 @@ struct CallSlot {
   Text description;
 };
 
-// The start of a region. The signals of the phases follow: [parity][phase][rank].
+// The start of a region. The signals of the phases follow: [parity][phase][rank], then the
+// CallRing.
 struct alignas(64) Header {
+  RankInfo info;
   CallSlot calls[2];
   std::atomic<std::uint32_t> fault;  // FailureKind, or 0 without a fault; written last
   std::atomic<std::int32_t> culprit;
@@ -80,9 +82,13 @@ std::size_t round_up(std::size_t bytes, std::size_t unit) {
   return (bytes + unit - 1) / unit * unit;
 }
 
+std::size_t ring_offset(int world) {
+  return sizeof(Header) + 2 * kPhases * static_cast<std::size_t>(world) * sizeof(Signal);
+}
+
+// Bytes before the data buffers.
 std::size_t signal_pad_bytes(int world) {
-  const std::size_t signal_bytes = 2 * kPhases * static_cast<std::size_t>(world) * sizeof(Signal);
-  return round_up(sizeof(Header) + signal_bytes, kPage);
+  return round_up(ring_offset(world) + sizeof(CallRing), kPage);
 }
 
 std::size_t compute_max_capacity(int world, std::size_t region_bytes) {
@@ -148,6 +154,14 @@ Channel::Channel(std::shared_ptr<Arena> arena, int rank, std::vector<int> pidfds
                                 " bytes exceed the region's limit of " +
                                 std::to_string(max_capacity_));
   }
+  RankInfo& info = header(rank_).info;
+  info.world.store(world(), std::memory_order_relaxed);
+  info.group_rank.store(group_rank(rank_), std::memory_order_relaxed);
+  info.pid.store(pids_[static_cast<std::size_t>(rank_)], std::memory_order_relaxed);
+  info.ring_offset.store(static_cast<std::uint32_t>(ring_offset(world())),
+                         std::memory_order_relaxed);
+  info.group.write(options_.group);
+  info.magic.store(RankInfo::kMagic, std::memory_order_release);
 }
 
 Channel::~Channel() {
@@ -157,6 +171,10 @@ Channel::~Channel() {
 }
 
 Header& Channel::header(int rank) const { return *reinterpret_cast<Header*>(arena_->region(rank)); }
+
+CallRing& Channel::call_ring(int rank) const {
+  return *reinterpret_cast<CallRing*>(arena_->region(rank) + ring_offset(world()));
+}
 
 Signal& Channel::signal(int rank, Phase phase, int index) const {
   auto* signals = reinterpret_cast<Signal*>(arena_->region(rank) + sizeof(Header));
@@ -178,6 +196,13 @@ void Channel::begin(std::uint32_t signature, std::string_view description) {
                       broken_by_);
   }
   ++epoch_;
+  const std::string_view caller = take_caller();
+  if (is_recorded_ && signature == signature_ && caller.empty()) {
+    call_ring(rank_).advance(epoch_);
+  } else {
+    call_ring(rank_).begin(epoch_, description, caller);
+    is_recorded_ = true;
+  }
   signature_ = signature;
   CallSlot& slot = header(rank_).calls[parity()];
   if (slot_signatures_[parity()] != signature) {
@@ -188,6 +213,11 @@ void Channel::begin(std::uint32_t signature, std::string_view description) {
   calls_since_last_ = caller_id == 0 ? 0 : calls_since_last();
   slot.calls_since_last.store(calls_since_last_, std::memory_order_relaxed);
   slot.entered.value.store(signal_value(signature_, epoch_), std::memory_order_seq_cst);
+}
+
+void Channel::end_call(bool completed) {
+  if (is_recorded_) call_ring(rank_).end(completed ? CallState::kCompleted : CallState::kFailed);
+  is_recorded_ = false;
 }
 
 // Returns how many calls ago this thread made its previous call, or kFirstCall.
@@ -262,7 +292,9 @@ void Channel::delay() const {
 
 namespace {
 
-constexpr double kCheckInterval = 0.02;  // s between checks of the peers while asleep
+constexpr double kCheckInterval = 0.02;   // s between checks of the peers while asleep
+constexpr double kStoppedInterval = 1.0;  // s before a waiter looks for a stopped process
+constexpr std::size_t kListedCalls = 3;   // per rank, in the message of a timeout
 // s between checks of signals that the waiter cannot sleep on: initial and maximum.
 constexpr double kFallbackInterval = 5e-4, kMaxFallbackInterval = 5e-3;
 
@@ -371,13 +403,40 @@ void Channel::check(int peer, const Signal& awaited, double waited_s) const {
     fail(FailureKind::kPeerLost, peer, group_rank(peer),
          "waited for " + peer_name(peer) + ", whose process has ended; " + progress(peer));
   }
+  warn_if_stopped(peer, waited_s);
   if (waited_s >= options_.timeout_s) {
     char waited[32];
     std::snprintf(waited, sizeof(waited), "%.2f s", waited_s);
     fail(FailureKind::kTimeout, peer, group_rank(peer),
          std::string("waited ") + waited + " for " + peer_name(peer) + ", which is alive; " +
-             progress(peer));
+             progress(peer),
+         format_calls());
   }
+}
+
+void Channel::warn_if_stopped(int peer, double waited_s) const {
+  if (waited_s < kStoppedInterval || warned_epoch_ == epoch_ ||
+      !is_stopped(pidfd_state(pidfds_[static_cast<std::size_t>(peer)]))) {
+    return;
+  }
+  warned_epoch_ = epoch_;
+  char waited[64];
+  std::snprintf(waited, sizeof(waited), " has waited %.1f s of %g s for ", waited_s,
+                options_.timeout_s);
+  const std::string text = call_description(rank_) + ": rank " + std::to_string(group_rank(rank_)) +
+                           waited + peer_name(peer) +
+                           ", whose process is stopped (SIGSTOP or a debugger)";
+  if (warn_) return warn_(text);
+  std::fprintf(stderr, "tpkernels: %s\n", text.c_str());
+}
+
+std::string Channel::format_calls() const {
+  std::vector<RankCalls> ranks;
+  for (int rank = 0; rank < world(); ++rank) {
+    ranks.push_back(read_rank(arena_->region(rank), ring_offset(world()), kListedCalls));
+    ranks.back().process_state = pidfd_state(pidfds_[static_cast<std::size_t>(rank)]);
+  }
+  return format_records(ranks);
 }
 
 void Channel::end_read(int peer) {
@@ -439,20 +498,23 @@ void Channel::check_thread(int peer) const {
            "calls in the same order on all ranks, or use a separate group per thread");
 }
 
-void Channel::fail(FailureKind kind, int peer, int culprit, const std::string& what) const {
+void Channel::fail(FailureKind kind, int peer, int culprit, const std::string& what,
+                   const std::string& records) const {
   std::string message = "rank " + std::to_string(group_rank(rank_)) + " ";
   const std::string call = call_description(rank_);  // empty before the first call
   if (kind != FailureKind::kMismatch && !call.empty()) message = call + ": " + message;
   message += what;
   set_fault(kind, culprit, message);
   throw Failure(kind, kind == FailureKind::kMismatch ? group_rank(peer) : culprit,
-                message + ". The group is broken; create a new group.");
+                message + ". The group is broken; create a new group." +
+                    (records.empty() ? "" : "\n\n" + records));
 }
 
 void Channel::set_fault(FailureKind kind, int culprit, const std::string& what) const {
   broken_ = true;
   broken_by_ = what;
   if (is_forked()) return;  // the region belongs to the parent
+  if (is_recorded_) call_ring(rank_).end(CallState::kFailed);
   Header& local_header = header(rank_);
   local_header.fault_text.write(what);
   local_header.culprit.store(culprit, std::memory_order_relaxed);

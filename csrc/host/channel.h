@@ -1,8 +1,9 @@
 // Problem: ranks on one host exchange data buffers call after call. A rank must never read a buffer
 // before it is written, overwrite a buffer that a peer still reads, or wait forever.
 //
-// Algorithm: each rank owns one region of an arena: a signal pad, then two data buffers. Calls are
-// numbered by an epoch. Even and odd epochs use different signals and different buffers.
+// Algorithm: each rank owns one region of an arena: a signal pad, then the records of the last
+// calls (call_records.h), then two data buffers. Calls are numbered by an epoch. Even and odd
+// epochs use different signals and different buffers.
 //
 // Sync: only the owner of a region writes to it. The owner writes data, then a signal (release). A
 // peer waits for the signal (acquire), then reads the data. A signal is (signature << 32 | epoch).
@@ -52,6 +53,7 @@
 #include <vector>
 
 #include "host/arena.h"
+#include "host/call_records.h"
 #include "host/sharing.h"
 #include "host/wait.h"
 
@@ -80,6 +82,7 @@ struct ChannelOptions {
   double yield_us = 5.0;    // polling time after which the waiter yields the core between polls
   // Ranks to name in errors, if these ranks belong to a larger group. Empty: 0, 1, ...
   std::vector<int> group_ranks = {};
+  std::string group = {};  // name of the group, for the records of calls
 };
 
 // For tests: random delays, and two violations of the protocol as negative controls.
@@ -131,7 +134,10 @@ class Channel {
 
   // Starts the next call. Error messages quote `description`, also on peers in a different call.
   // Throws Failure(kBroken) if the channel has failed before, or in a fork of the process.
+  // Calls of equal signature are the chunks of one recorded call until `end_call` or `set_caller`.
   void begin(std::uint32_t signature, std::string_view description);
+  // Records the end of the call. It has failed unless `completed`.
+  void end_call(bool completed = true);
   // Signals that all earlier writes are complete. Release.
   void publish(Phase phase, int index = 0);
   // Waits until `peer` has published. Its earlier writes are then visible. Acquire.
@@ -176,6 +182,9 @@ class Channel {
   void set_poll(std::function<void()> poll) {
     std::atomic_store(&poll_, std::make_shared<const std::function<void()>>(std::move(poll)));
   }
+  // A waiter calls `warn` once per call if it has waited 1 s for a rank whose process is stopped.
+  // `warn` must not throw. By default the text is printed to stderr.
+  void set_warn(std::function<void(const std::string&)> warn) { warn_ = std::move(warn); }
   // For profilers: the waiting thread calls `on_wait(true)` before and `on_wait(false)` after each
   // wait that blocks. `on_wait` must not throw. It may be null.
   void set_on_wait(std::function<void(bool)> on_wait) { on_wait_ = std::move(on_wait); }
@@ -189,7 +198,11 @@ class Channel {
   bool is_forked() const;
   [[noreturn]] void fail_forked() const;
   void check(int peer, const Signal& awaited, double waited_s) const;
-  [[noreturn]] void fail(FailureKind kind, int peer, int culprit, const std::string& what) const;
+  [[noreturn]] void fail(FailureKind kind, int peer, int culprit, const std::string& what,
+                         const std::string& records = "") const;
+  void warn_if_stopped(int peer, double waited_s) const;
+  std::string format_calls() const;
+  CallRing& call_ring(int rank) const;
   void check_fault(int peer, const char* action) const;
   void check_mismatch(int peer) const;
   void check_thread(int peer) const;
@@ -211,6 +224,7 @@ class Channel {
   Sharing sharing_;
   std::uint32_t epoch_;
   std::uint32_t signature_ = 0;
+  bool is_recorded_ = false;  // the ring holds the call in progress
   std::uint32_t calls_since_last_ = 0;
   std::map<std::uint64_t, std::uint32_t> last_calls_;  // epoch of the last call, by thread id
   std::uint32_t slot_signatures_[2] = {0, 0};          // of the description in each call slot
@@ -224,6 +238,8 @@ class Channel {
   std::vector<std::shared_ptr<Arena>> segments_read_;
   std::shared_ptr<const std::function<void()>> poll_;  // may be set while a different thread waits
   std::function<void(bool)> on_wait_;
+  std::function<void(const std::string&)> warn_;
+  mutable std::uint32_t warned_epoch_ = 0;
   std::unique_ptr<Chaos> chaos_;
 };
 

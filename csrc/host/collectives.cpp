@@ -46,6 +46,7 @@ void for_each_chunk(Channel& channel, const CallId& call, std::size_t bytes, std
     channel.sharing().begin(clip_to_chunk(bytes, c * step, step));
     f(c * step, c + 1 == chunks);
   }
+  channel.end_call();
 }
 
 // Starts with the next rank, so that the ranks do not read the same peer simultaneously.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -130,8 +131,25 @@ def unsupported(algorithm: str, device: str, tensor_device: torch.device) -> str
 
 
 def implementation(problem: Problem, plan: Plan) -> Callable[..., Any]:
-    """Return the function that executes a plan."""
-    return TABLES[problem.device][problem.op, plan.algorithm]
+    """Return the function that executes a plan. On CPUs it records the end of the call."""
+    function = TABLES[problem.device][problem.op, plan.algorithm]
+    return _recorded(function) if problem.device == "cpu" else function
+
+
+@functools.cache
+def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(call: Call, *args: Any) -> Any:
+        completed = False
+        try:
+            result = function(call, *args)
+            completed = True
+            return result
+        finally:
+            if (workspace := call.group.local_workspace) is not None:
+                workspace.channel.end_call(completed)
+
+    return run
 
 
 def handle_error(call: Call, error: BaseException) -> None:

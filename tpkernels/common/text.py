@@ -6,6 +6,8 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
+from tpkernels.errors import CollectiveTimeoutError
+
 _MAX_CHARS = 60  # maximum characters of a value in a message
 
 _repr = reprlib.Repr()
@@ -41,9 +43,12 @@ def pluralize(count: int, noun: str) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the type and message of an exception. Surrogates, such as in paths with undecodable
-    bytes, are escaped, so that the string can be encoded."""
+    """Return the type and message of an exception, without the calls that a timeout lists.
+    Surrogates, such as in paths with undecodable bytes, are escaped, so that the string can be
+    encoded."""
     message = f"{type(error).__name__}: {error}".removesuffix(": ")
+    if isinstance(error, CollectiveTimeoutError):
+        message = message.partition("\n\n")[0]
     return message.encode(errors="backslashreplace").decode()
 
 

@@ -71,6 +71,7 @@ def _make_channel(
         yield_us=0.0 if crowded else _SPIN_US,
         capacity=capacity,
         group_ranks=participant.group_ranks,
+        group=participant.group,
     )
 
 
@@ -444,6 +445,7 @@ class HostWorkspace:
                 received[peer] += self._buffer_bytes(peer, 8 + min(chunk, max(size - begin, 0)))[8:]
                 largest = max(largest, size)
             if largest <= begin + chunk:
+                self.channel.end_call()
                 return [json.loads(encoded) for encoded in received]
         raise AssertionError("unreachable")
 
