@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "calls/attention.h"
+#include "calls/caller.h"
 #include "calls/direct.h"
 #include "calls/entry.h"
 #include "calls/group_calls.h"
@@ -129,6 +130,7 @@ void bind_attention(py::module_& m) {
 }
 
 void bind_group_calls(py::module_& m) {
+  m.def("find_caller", &find_caller);
   py::class_<Lock, std::shared_ptr<Lock>>(m, "Lock")
       .def("acquire", &Lock::acquire, py::arg("blocking") = true)
       .def("release", &Lock::release)

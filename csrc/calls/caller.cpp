@@ -86,21 +86,21 @@ const std::string& find_text(PyFrameObject* frame) {
 
 }  // namespace
 
-RecordCaller::RecordCaller() {
+std::string find_caller() {
   PyFrameObject* frame = PyEval_GetFrame();
   Py_XINCREF(frame);
-  for (int i = 0; frame && i < kMaxFrames; ++i) {
-    const std::string& text = find_text(frame);
-    if (!text.empty()) {
-      host::set_caller(text);
-      break;
-    }
+  std::string caller;
+  for (int i = 0; frame && i < kMaxFrames && caller.empty(); ++i) {
+    caller = find_text(frame);
     PyFrameObject* const outer = PyFrame_GetBack(frame);
     Py_DECREF(frame);
     frame = outer;
   }
   Py_XDECREF(frame);
+  return caller;
 }
+
+RecordCaller::RecordCaller() { host::set_caller(find_caller()); }
 
 RecordCaller::~RecordCaller() { host::set_caller({}); }
 

@@ -1,10 +1,15 @@
 // The Python line that makes a call, for the records of calls (host/call_records.h).
 #pragma once
 
+#include <string>
+
 namespace tpkernels::calls {
 
-// Passes the innermost Python line outside torch and this package to the records during its
-// lifetime, for example "train.py:41 in step". The caller holds the GIL.
+// Returns the innermost Python line outside torch and this package, for example
+// "train.py:41 in step". Empty if there is none, as on a thread of autograd. Requires the GIL.
+std::string find_caller();
+
+// Passes `find_caller` to the records during its lifetime.
 class RecordCaller {
  public:
   RecordCaller();

@@ -123,9 +123,6 @@ void bind_channel(py::module_& m) {
       .def_property_readonly("broken", &Channel::broken)
       .def("buffer_offset", &Channel::buffer_offset, py::arg("parity"))
       .def("begin", &Channel::begin, py::arg("signature"), py::arg("description"))
-      .def(
-          "set_caller", [](Channel&, const std::string& caller) { set_caller(caller); },
-          py::arg("caller"))
       .def("end_call", &Channel::end_call, py::arg("completed") = true)
       .def("publish", &Channel::publish, py::arg("phase"), py::arg("index") = 0)
       .def("wait", &Channel::wait, py::arg("peer"), py::arg("phase"), py::arg("index") = 0,
@@ -237,7 +234,8 @@ void bind_collectives(py::module_& m) {
       [](Channel& channel, const std::string& name, std::uint32_t signature,
          const std::string& description, std::uintptr_t in, std::uintptr_t out, std::size_t count,
          int dtype, int op, std::vector<std::size_t> sizes, std::vector<std::size_t> out_sizes,
-         std::size_t max_slice, const std::vector<std::uintptr_t>& shard_outs) {
+         std::size_t max_slice, const std::vector<std::uintptr_t>& shard_outs,
+         const std::string& caller) {
         std::vector<std::byte*> outs;
         for (const std::uintptr_t address : shard_outs) outs.push_back(pointer(address));
         CollectiveArgs args{};
@@ -248,17 +246,17 @@ void bind_collectives(py::module_& m) {
         args.op = static_cast<ReduceOp>(op);
         if (!outs.empty()) args.shard_outs = &outs;
         const Shards shards{{1, 1, std::move(sizes)}, {1, 1, std::move(out_sizes)}, max_slice};
-        const std::uint64_t caller = std::exchange(caller_id, 0);  // any thread may make the call
-        struct Restore {
-          std::uint64_t caller;
-          ~Restore() { caller_id = caller; }
-        } const restore{caller};
+        struct AnyThread {  // the threads that make these calls are not compared
+          std::uint64_t id = std::exchange(caller_id, 0);
+          ~AnyThread() { caller_id = id; }
+        } const any_thread;
+        set_caller(caller);
         collective(name, shards)(channel, {signature, description}, args, shards);
       },
       py::arg("channel"), py::arg("name"), py::arg("signature"), py::arg("description"),
       py::arg("input"), py::arg("out"), py::arg("count"), py::arg("dtype"), py::arg("op"),
       py::arg("sizes"), py::arg("out_sizes"), py::arg("max_slice"), py::arg("shard_outs"),
-      ReleaseGil());
+      py::arg("caller"), ReleaseGil());
   m.def(
       "sum_partials",
       [](std::uintptr_t out, const std::vector<std::uintptr_t>& partials, int wire,

@@ -20,16 +20,12 @@ Invariant 3 (checks first): arguments are checked before the first call, so a ``
 from __future__ import annotations
 
 import functools
-import inspect
-import os
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -82,10 +78,6 @@ _HIERARCHICAL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.floa
 _OPS_ON_BOOL = {_SUM: _OR, _MAX: _OR, _PRODUCT: _AND, _MIN: _AND, _AND: _AND, _OR: _OR, _XOR: _XOR}
 _CHUNK_BYTES = 512 << 10  # kChunkBytes of csrc/host/collectives.h: larger buffers gain nothing
 _SLACK_BYTES = 4096
-# Frames of these folders are not the caller of a collective.
-_LIBRARIES = tuple(
-    str(Path(path).resolve().parent) + os.sep for path in (torch.__file__, groups.__path__[0])
-)
 
 
 @dataclass(frozen=True)
@@ -366,7 +358,7 @@ class Backend:
         for an asynchronous one. In a callback of a future, which runs on that thread, it runs now:
         on every rank between the same two collectives."""
         self.num_collectives += 1
-        caller, is_async = _caller(), opts.asyncOp
+        caller, is_async = _C.calls.find_caller(), opts.asyncOp
         calls = self._async_calls
         if calls.on_thread() or not (is_async or calls.pending):
             self._run(name, run, caller)
@@ -614,6 +606,7 @@ class Backend:
                 out_sizes,
                 max_slice,
                 shard_outs,
+                self._caller,
             )
         finally:
             group.in_call = False
@@ -709,14 +702,3 @@ def completed_work(name: str, outputs: list[Any]) -> CallWork:
 
 def _wait(work: dist.Work) -> None:
     work.wait()
-
-
-def _caller() -> str:
-    """Return the line outside torch and this package that started the collective."""
-    frame: FrameType | None = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back
-    if frame is None:  # a thread of autograd
-        return ""
-    code = frame.f_code
-    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
