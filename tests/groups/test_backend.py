@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from itertools import product
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,6 +24,7 @@ from tests.support import faults
 from tests.support.ranked import check_job, on_hosts, on_ranks, separate_hosts
 from tests.support.tiers import sweep
 from tpkernels import groups
+from tpkernels.common.cache import replace_file
 from tpkernels.groups.c10d import bridge
 from tpkernels.launch import Ranks
 from tpkernels.symm import host
@@ -249,6 +252,54 @@ def test_collectives_in_callbacks_of_futures() -> None:
         assert float(future.wait()[0]) == 4
         assert later is not None
         later.wait()
+
+
+@on_ranks(2)
+def test_collectives_of_a_callback_and_of_another_thread_do_not_cross() -> None:
+    """The callback is slow on rank 1. The calls are equal, so crossed calls would not be found."""
+    with backend_group(workspace_bytes=None) as group:
+        dist.barrier(group)
+        y, z = torch.full((3,), 10.0), torch.full((3,), 100.0)
+
+        def callback(future: Any) -> None:
+            time.sleep(0.3 * group.rank())
+            dist.all_reduce(y, group=group)
+
+        work = dist.all_reduce(torch.ones(1 << 20), group=group, async_op=True)
+        assert work is not None
+        future = work.get_future().then(callback)
+        work.wait()
+        time.sleep(0.1 * (1 - group.rank()))
+        dist.all_reduce(z, group=group)
+        future.wait()
+        assert (float(y[0]), float(z[0])) == (20, 200)
+
+
+@on_ranks(2)
+def test_a_callback_cannot_wait_for_a_later_collective() -> None:
+    with backend_group(workspace_bytes=None) as group:
+        dist.barrier(group)
+        works: list[Any] = []
+        first = dist.all_reduce(torch.ones(1 << 22), group=group, async_op=True)
+        assert first is not None
+        future = first.get_future().then(lambda _: works[0].wait())
+        works.append(dist.all_reduce(torch.ones(3), group=group, async_op=True))
+        with pytest.raises(RuntimeError, match="callback of a future waits for all_reduce"):
+            future.wait()
+        works[0].wait()
+
+
+@on_ranks(2)
+def test_finalize_waits_for_pending_collectives() -> None:
+    with backend_group(workspace_bytes=None) as group:
+        dist.barrier(group)
+        x = torch.ones(1 << 20)
+        works = [dist.all_reduce(x, group=group, async_op=True) for _ in range(5)]
+        tpkernels.finalize()
+        for work in works:
+            assert work is not None
+            work.wait()
+        assert float(x[0]) == 2**5
 
 
 @on_ranks(2)
@@ -493,6 +544,66 @@ def default_group_job() -> None:
 def test_default_group_and_mixed_devices() -> None:
     with Ranks(2) as ranks:
         check_job(ranks, default_group_job)
+
+
+def names_job() -> None:
+    """Destroyed groups do not use the groups that later have their names."""
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    gc.disable()  # as far as reference counts go
+    for attempt, backend in enumerate(("tpkernels", "gloo", "tpkernels")):
+        old = dist.group.WORLD
+        assert old is not None
+        dist.destroy_process_group()
+        prefix = dist.PrefixStore(f"attempt {attempt}", store)
+        dist.init_process_group(backend, store=prefix, rank=rank, world_size=2)
+        group = dist.group.WORLD
+        assert group is not None and group.group_name == old.group_name
+        for algorithm in ("direct", "unfused"):
+            assert float(tpkernels.all_reduce(torch.ones(3), group, algorithm=algorithm)[0]) == 2
+        assert (groups.get(group.group_name).backend is None) == (backend == "gloo")
+        if attempt == 1:
+            with pytest.raises((tpkernels.GroupBrokenError, ValueError)):
+                old.allreduce([torch.ones(3)])
+
+
+def test_names_of_destroyed_groups() -> None:
+    with Ranks(2) as ranks:
+        check_job(ranks, names_job)
+
+
+@on_ranks(2)
+def test_no_collective_after_a_shutdown() -> None:
+    with backend_group(workspace_bytes=None) as group:
+        dist.all_reduce(torch.ones(3), group=group, async_op=True).wait()
+        dist.barrier()
+        group.abort()
+        for is_async in (False, True):
+            with pytest.raises(tpkernels.GroupBrokenError, match="has been shut down"):
+                dist.all_reduce(torch.ones(3), group=group, async_op=is_async)
+
+
+# The compiled bridge.
+
+
+def test_a_damaged_bridge_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(bridge, "_compile", lambda _, __, path: replace_file(path, b"not ELF"))
+    with pytest.raises(bridge.CompileError, match="cannot be loaded, and has been removed"):
+        bridge._load()
+    assert not list(tmp_path.rglob("*.so"))
+
+
+@pytest.mark.parametrize("compiler", ["", "false"])
+def test_a_machine_without_a_compiler(
+    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", compiler or "no-such-compiler")
+    if not compiler:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    message = "failed with exit code 1" if compiler else "no C.. compiler was found"
+    with pytest.raises(bridge.CompileError, match=message):
+        bridge._load()
 
 
 @on_ranks(2)

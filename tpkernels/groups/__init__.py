@@ -26,14 +26,16 @@ from tpkernels.torch_private import (
     REGISTERED_GROUPS,
     assume_constant_result,
     flattened_mesh,
+    get_backend,
     original_mesh_group,
     resolve_process_group,
 )
 
 GroupLike: TypeAlias = str | dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str]
 
+_EXIT_SECONDS = 5.0  # limit of the wait for asynchronous collectives when the process ends
 _groups: dict[str, Group] = {}
-# The backends "tpkernels" (tpkernels/c10d) by the name of their process group.
+# The backends "tpkernels" (c10d/backend.py) by the name of their process group.
 _backends: weakref.WeakValueDictionary[str, Backend] = weakref.WeakValueDictionary()
 _registry_lock = threading.RLock()  # reentrant, for signal handlers
 # In a fork: process groups of the parent, with its process id.
@@ -184,7 +186,7 @@ def get(name: str) -> Group:
                 _unregister(group)
                 group = None
             if group is None:
-                group = Group(pg, _unregister, _backends.get(name))
+                group = Group(pg, _unregister, _find_backend(pg, name))
                 if pg in _inherited:
                     group.disown(_inherited[pg])
                 group = _groups.setdefault(name, group)  # a signal handler may have set it
@@ -195,6 +197,23 @@ def get(name: str) -> Group:
 def register_backend(backend: Backend) -> None:
     """Register the backend of a process group that torch is creating."""
     _backends[backend.name] = backend
+
+
+def unregister_backend(backend: Backend) -> None:
+    """Unregister the backend of a process group that torch destroys. A later process group may
+    have its name."""
+    if _backends.get(backend.name) is backend:
+        del _backends[backend.name]
+
+
+def _find_backend(pg: dist.ProcessGroup, name: str) -> Backend | None:
+    """Return the backend "tpkernels" of a process group, or None if its CPU tensors use a different
+    backend."""
+    backend = _backends.get(name)
+    if backend is None or getattr(pg, "backend", None) is backend:  # a PythonGroup
+        return backend
+    cpu_backend = get_backend(pg, "cpu")
+    return backend if cpu_backend is not None and cpu_backend.name() == "tpkernels" else None
 
 
 def timing_tables(device: str) -> dict[str, Table]:
@@ -352,6 +371,7 @@ def finalize() -> None:
     # The registry lock is not held, because a signal handler may call this function. After an
     # interrupt the remaining groups are unchanged.
     for group in all_groups:
+        group.drain()
         with group.lock:
             _unregister(group, cause="tpkernels.finalize")
 
@@ -361,6 +381,7 @@ def _at_exit(registry: dict[str, Group] = _groups) -> None:
     frees the memory, and peers detect the end of the process. Otherwise the groups would be
     destroyed during interpreter shutdown, after module globals were deleted."""
     for group in list(registry.values()):
+        group.drain(_EXIT_SECONDS)
         group.leave()
     registry.clear()
 

@@ -140,8 +140,8 @@ class Backend(Protocol):
     timeout: timedelta
     transport: dist.ProcessGroup  #: for torch collectives on CPU tensors, which use gloo
 
-    def drain(self) -> None:
-        """Wait until the pending asynchronous collectives have run."""
+    def drain(self, seconds: float | None) -> None:
+        """Wait until the pending asynchronous collectives have run, for at most ``seconds``."""
 
 
 class Group(_C.calls.GroupCalls):
@@ -160,7 +160,7 @@ class Group(_C.calls.GroupCalls):
         name: str | None = None,
     ) -> None:
         super().__init__()
-        self._backend = backend
+        self.backend = backend
         self.name: str = pg.group_name if name is None else name
         # A weak reference: the workspace must be freed when the process group is destroyed.
         self._pg = weakref.ref(pg, lambda _: on_destroyed(self))
@@ -263,7 +263,7 @@ class Group(_C.calls.GroupCalls):
         Raises:
             MemoryError: on all ranks.
         """
-        second = Group(self.pg, _close, self._backend, f"{self.name}/{purpose}")
+        second = Group(self.pg, _close, self.backend, f"{self.name}/{purpose}")
         second._exchange_state = self._second_exchange_state.renew()
         second.init(
             self.timeout_on(device), self.workspace_bytes, False, self.numerics, device=device
@@ -277,9 +277,9 @@ class Group(_C.calls.GroupCalls):
 
     def _default_timeout(self) -> float:
         """Return the timeout for CPU tensors: of the backend "tpkernels", or of this package."""
-        if self._backend is None:
+        if self.backend is None:
             return defaults.TIMEOUT
-        return min(self._backend.timeout.total_seconds(), defaults.MAX_TIMEOUT)
+        return min(self.backend.timeout.total_seconds(), defaults.MAX_TIMEOUT)
 
     def set_host_timeout(self, timeout: float) -> None:
         """Set the limit of a wait on CPU tensors, in seconds."""
@@ -348,15 +348,18 @@ class Group(_C.calls.GroupCalls):
         )
 
     def uses_gloo(self, device: str) -> bool:
-        """Return whether the backend for a device type is gloo, which works in host memory."""
+        """Return whether the backend for a device type is gloo, which works in host memory. The
+        backend "tpkernels" sends by gloo."""
+        if device == "cpu" and self.backend is not None:
+            return True
         backend = get_backend(self.pg, device)
         return backend is not None and backend.name() == "gloo"
 
     def collectives_on(self, device: str) -> dist.ProcessGroup:
         """Return the process group for torch collectives on tensors of a device type. With the
         backend "tpkernels", the collectives of ``pg`` on CPU tensors are calls of this group."""
-        if device == "cpu" and self._backend is not None:
-            return self._backend.transport
+        if device == "cpu" and self.backend is not None:
+            return self.backend.transport
         return self.pg
 
     def timeout_on(self, device: str) -> float:
@@ -365,15 +368,11 @@ class Group(_C.calls.GroupCalls):
 
     # The group lock: one call at a time.
 
-    def set_pending_calls(self, pending: bool) -> None:
-        """Record whether the backend "tpkernels" has asynchronous collectives that have not run."""
-        self.has_pending_calls = pending
-
-    def drain(self) -> None:
-        """Wait until the asynchronous collectives of the group have run. They cannot run while this
-        thread holds the lock, and are not waited for then."""
-        if self.has_pending_calls and self._backend is not None and not self.lock.is_held():
-            self._backend.drain()
+    def drain(self, seconds: float | None = None) -> None:
+        """Wait until the asynchronous collectives of the group have run, for at most ``seconds``.
+        They cannot run while this thread holds the lock, and are not waited for then."""
+        if self.has_pending_calls and self.backend is not None and not self.lock.is_held():
+            self.backend.drain(seconds)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

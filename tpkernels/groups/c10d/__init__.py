@@ -20,9 +20,8 @@ def create(options: BackendOptions) -> Any:
     from tpkernels.groups.c10d import bridge
     from tpkernels.groups.c10d.backend import Backend
 
-    backend = Backend(options)
     try:
-        return bridge.load().Bridge(backend, backend.gloo)
+        make = bridge.load().Bridge  # before this rank can keep others waiting
     except bridge.CompileError as error:
         from tpkernels.groups.c10d.python_group import PythonGroup
 
@@ -31,4 +30,6 @@ def create(options: BackendOptions) -> Any:
             "in the same process group: %s",
             error,
         )
-        return PythonGroup(backend, options.store)
+        return PythonGroup(Backend(options), options.store)
+    backend = Backend(options)
+    return make(backend, backend.gloo)

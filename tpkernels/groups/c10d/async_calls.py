@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import threading
@@ -13,10 +14,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.futures import Future
 
-from tpkernels.errors import CollectiveTimeoutError
+from tpkernels.errors import CollectiveTimeoutError, GroupBrokenError
 from tpkernels.groups.c10d import bridge
 
-_EXIT_SECONDS = 5.0  # limit of the wait for pending collectives when the process ends
+_logger = logging.getLogger("tpkernels")
+_CLOSE_SECONDS = 5.0  # limit of the wait for pending collectives when the group is destroyed
 
 
 class CallWork(dist.Work):
@@ -28,6 +30,7 @@ class CallWork(dist.Work):
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._future: Future[list[Any]] = Future()
+        self.thread: threading.Thread | None = None  #: that runs it
 
     def finish(self, error: BaseException | None) -> None:
         """Wake the threads that wait for the work. ``error``: the error of the collective."""
@@ -36,10 +39,13 @@ class CallWork(dist.Work):
 
     def finish_future(self) -> None:
         """Complete the future. Its callbacks run on this thread."""
-        if self._error is None:
-            self._future.set_result(self._outputs)
-        else:
-            bridge.fail_future(self._future, self._error)
+        try:
+            if self._error is None:
+                self._future.set_result(self._outputs)
+            else:
+                bridge.fail_future(self._future, self._error)
+        except Exception:
+            _logger.exception("the future of %s cannot be completed", self._name)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the collective, and raise its error.
@@ -49,6 +55,11 @@ class CallWork(dist.Work):
                 limit other than the timeout of the group. The group remains usable.
         """
         seconds = timeout.total_seconds() or None
+        if threading.current_thread() is self.thread and not self._done.is_set():
+            raise RuntimeError(
+                f"a callback of a future waits for {self._name}, which runs after the callback on "
+                "the same thread; wait for it outside the callback"
+            )
         if not self._done.wait(seconds):
             raise CollectiveTimeoutError(f"{self._name} has not completed after {seconds:g} s")
         if self._error is not None:
@@ -84,16 +95,22 @@ class AsyncCalls:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._num_pending, self._change = 0, threading.Condition()
+        self._closed = False
         self._pid = os.getpid()
 
     @property
     def pending(self) -> bool:
-        """Return whether a collective has not run yet. A fork does not inherit the thread."""
+        """Return whether a collective has not run yet. False in a fork, which has no thread."""
         return self._num_pending > 0 and self._pid == os.getpid()
 
     def on_thread(self) -> bool:
         """Return whether the current thread is the thread of the group: a callback of a future."""
         return threading.current_thread() is self._thread
+
+    def check_open(self, group: str) -> None:
+        """Raise ``GroupBrokenError`` after `close`."""
+        if self._closed:
+            raise GroupBrokenError(f"process group '{group}' has been shut down")
 
     def submit(
         self, work: CallWork, run: Callable[[], None], on_pending: Callable[[bool], None]
@@ -102,49 +119,50 @@ class AsyncCalls:
         False once none is pending."""
 
         def job() -> None:
-            error: BaseException | None = None
             try:
                 run()
-            except BaseException as raised:
-                error = raised
-            work.finish(error)
+            except BaseException as error:
+                work.finish(error)
+            else:
+                work.finish(None)
+            # While callbacks run, the collectives of other threads wait in the queue, because a
+            # callback may start a collective.
+            work.finish_future()
             with self._change:
                 self._num_pending -= 1
                 if self._num_pending == 0:
                     on_pending(False)
                     self._change.notify_all()
-            work.finish_future()
 
         if self._pid != os.getpid():
             self._reset()
         with self._change:
+            if self._thread is None:
+                thread = threading.Thread(target=_serve, args=(self._jobs,), daemon=True)
+                thread.start()
+                self._thread = thread
+                weakref.finalize(self, self._jobs.put, None).atexit = False
+            work.thread = self._thread
             self._num_pending += 1
             on_pending(True)
-            if self._thread is None:
-                self._thread = threading.Thread(target=_serve, args=(self._jobs,), daemon=True)
-                self._thread.start()
-                weakref.finalize(self, _end, self._jobs, self._thread)
         self._jobs.put(job)
 
-    def drain(self) -> None:
-        """Wait until no collective is pending. Returns at once on the thread of the group."""
+    def drain(self, seconds: float | None = None) -> None:
+        """Wait until no collective is pending, for at most ``seconds``. Returns at once on the
+        thread of the group."""
         if self.pending and not self.on_thread():
             with self._change:
-                self._change.wait_for(lambda: self._num_pending == 0)
+                self._change.wait_for(lambda: self._num_pending == 0, seconds)
 
-    def close(self) -> None:
-        """End the thread after the pending collectives."""
-        if self._thread is not None and self._pid == os.getpid():
-            _end(self._jobs, self._thread)
+    def close(self, seconds: float = _CLOSE_SECONDS) -> None:
+        """Refuse further collectives, and end the thread after the pending ones. Waits for them for
+        at most ``seconds``."""
+        self._closed = True
+        self.drain(seconds)
+        self._jobs.put(None)
 
 
 def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
         del job  # frees the tensors while the thread is idle
-
-
-def _end(jobs: queue.SimpleQueue[Callable[[], None] | None], thread: threading.Thread) -> None:
-    jobs.put(None)
-    if threading.current_thread() is not thread:
-        thread.join(_EXIT_SECONDS)

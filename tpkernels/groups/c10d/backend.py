@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from tpkernels import _C, groups
-from tpkernels.errors import CollectiveMismatchError
+from tpkernels.errors import CollectiveMismatchError, GroupBrokenError
 from tpkernels.groups.c10d.async_calls import AsyncCalls, CallWork
 from tpkernels.groups.group import Group
 from tpkernels.torch_private import (
@@ -74,6 +74,9 @@ _OPS = {
     ReduceOp.BXOR: ("op bxor", _XOR),
 }
 _HIERARCHICAL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_COMPLEX_OPS = {_SUM, _MEAN}
+_REAL_OPS = {_SUM, _MEAN, _MIN, _MAX, _PRODUCT}
+_INTEGER_OPS = {_SUM, _MIN, _MAX, _PRODUCT, _AND, _OR, _XOR}
 # A bool is the byte 0 or 1, and remains one: a sum is a logical or, as in NCCL.
 _OPS_ON_BOOL = {_SUM: _OR, _MAX: _OR, _PRODUCT: _AND, _MIN: _AND, _AND: _AND, _OR: _OR, _XOR: _XOR}
 _CHUNK_BYTES = 512 << 10  # kChunkBytes of csrc/host/collectives.h: larger buffers gain nothing
@@ -103,14 +106,14 @@ def _get_reduction(dtype: torch.dtype, reduce_op: ReduceOp.RedOpType) -> Reducti
     if dtype == torch.bool:
         op = _OPS_ON_BOOL.get(op, -1)
     if dtype.is_complex:
-        supported = {_SUM, _MEAN}
+        supported = _COMPLEX_OPS
     else:
-        supported = {*range(_AND)} if dtype.is_floating_point else {*range(_XOR + 1)} - {_MEAN}
+        supported = _REAL_OPS if dtype.is_floating_point else _INTEGER_OPS
     if code < 0 or op not in supported:
         raise NotImplementedError(
             f"the backend tpkernels cannot reduce {dtype} with {name}; it supports sum, min, max "
             "and product of real numbers, avg of floating-point numbers, sum and avg of complex "
-            "numbers, and bitwise operations of integers of up to 64 bits"
+            "numbers, and bitwise operations; integers are uint8, int8, int16, int32 and int64"
         )
     return Reduction(name, op, code, numbers)
 
@@ -133,7 +136,6 @@ class Backend:
         self._async_calls = AsyncCalls()
         self._group: Group | None = None
         self._caller = ""
-        self._call_ids: dict[tuple[object, ...], tuple[int, str]] = {}
         groups.register_backend(self)
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -142,13 +144,23 @@ class Backend:
         if self._group is not None:
             self._group.set_host_timeout(timeout.total_seconds())
 
-    def drain(self) -> None:
-        """Wait until the pending asynchronous collectives have run."""
-        self._async_calls.drain()
+    def drain(self, seconds: float | None = None) -> None:
+        """Wait until the pending asynchronous collectives have run, for at most ``seconds``."""
+        self._async_calls.drain(seconds)
 
     def shutdown(self) -> None:
         """End the thread and the connections. torch calls it when the group is destroyed."""
         self._async_calls.close()
+        self._end()
+
+    def abort(self) -> None:
+        """End like `shutdown`, without waiting for pending collectives."""
+        self._async_calls.close(0.0)
+        self._end()
+
+    def _end(self) -> None:
+        groups.unregister_backend(self)
+        self._group = None  # it refers to this object
         self.gloo.shutdown()
 
     # Collectives.
@@ -171,7 +183,8 @@ class Backend:
 
         def run() -> None:
             if not self._shares_memory:
-                return _wait(self.transport.broadcast(tensors, opts))
+                self.transport.broadcast(tensors, opts).wait()
+                return
             sizes = [x.numel() if rank == root else 0 for rank in range(self.world)]
             outs = [x if self.rank != root and rank == root else None for rank in range(self.world)]
             key = "broadcast", x.numel(), x.dtype, f"root {root}"
@@ -185,7 +198,8 @@ class Backend:
 
         def run() -> None:
             if not self._shares_memory:
-                return _wait(self.transport.reduce(tensors, opts))
+                self.transport.reduce(tensors, opts).wait()
+                return
             sizes = [x.numel() if rank == root else 0 for rank in range(self.world)]
             key = "reduce", x.numel(), x.dtype, f"root {root}", reduction.name
             self._reduce_scatter(key, x, x if self.rank == root else None, sizes, reduction)
@@ -202,7 +216,7 @@ class Backend:
         def run() -> None:
             for shards, x in zip(outs, tensors, strict=True):
                 if not self._shares_memory:
-                    _wait(self.transport.allgather([shards], [x], opts))
+                    self.transport.allgather([shards], [x], opts).wait()
                     continue
                 sizes = [shard.numel() for shard in shards]
                 key = "all_gather", sizes[0] if len(set(sizes)) == 1 else tuple(sizes), x.dtype
@@ -240,7 +254,8 @@ class Backend:
 
         def run() -> None:
             if not self._shares_memory:
-                return _wait(self.transport.gather(outs, tensors, opts))
+                self.transport.gather(outs, tensors, opts).wait()
+                return
             key = "gather", x.numel(), x.dtype, f"root {root}"
             self._gather(key, x, shards, [x.numel()] * self.world, x.dtype)
 
@@ -257,7 +272,8 @@ class Backend:
 
         def run() -> None:
             if not self._shares_memory:
-                return _wait(self.transport.scatter(outs, tensors, opts))
+                self.transport.scatter(outs, tensors, opts).wait()
+                return
             source = _concatenate(tensors[0]) if self.rank == root else None
             sent = [out.nbytes if self.rank == root else 0] * self.world
             received = [out.nbytes if rank == root else 0 for rank in range(self.world)]
@@ -276,7 +292,8 @@ class Backend:
 
         def run() -> None:
             if not self._shares_memory:
-                return _wait(self.transport.reduce_scatter(outs, tensors, opts))
+                self.transport.reduce_scatter(outs, tensors, opts).wait()
+                return
             sizes = [x.numel() for x in inputs]
             count = sizes[0] if len(set(sizes)) == 1 else tuple(sizes)
             key = "reduce_scatter", count, out.dtype, reduction.name
@@ -316,7 +333,8 @@ class Backend:
 
         def run() -> None:
             if not self._shares_memory:
-                return _wait(self.transport.alltoall_base(out, x, out_splits, in_splits, opts))
+                self.transport.alltoall_base(out, x, out_splits, in_splits, opts).wait()
+                return
             self._all_to_all(x, out, sent, received)
 
         return self._start("all_to_all", run, [out], opts)
@@ -335,7 +353,7 @@ class Backend:
                 self._all_to_all(x, flat, [x.nbytes for x in tensors], received)
             else:
                 splits = sizes, [x.numel() for x in tensors]
-                _wait(self.transport.alltoall_base(flat, x, *splits, opts))
+                self.transport.alltoall_base(flat, x, *splits, opts).wait()
             for out, values in zip(outs, flat.split(sizes), strict=True):
                 out.detach().copy_(values.view(out.shape))
 
@@ -344,8 +362,9 @@ class Backend:
     def barrier(self, opts: Any) -> dist.Work | None:
         def run() -> None:
             if not self._shares_memory:
-                return _wait(self.transport.barrier(opts))
-            self._call("barrier", ("barrier",))
+                self.transport.barrier(opts).wait()
+                return
+            self._call("barrier", ("barrier", None, None))
 
         return self._start("barrier", run, [], opts)
 
@@ -355,24 +374,37 @@ class Backend:
         self, name: str, run: Callable[[], None], outputs: list[Any], opts: Any
     ) -> dist.Work | None:
         """Run a collective now, or on the thread of the group if it is asynchronous or must wait
-        for an asynchronous one. In a callback of a future, which runs on that thread, it runs now:
-        on every rank between the same two collectives."""
+        for an asynchronous one.
+
+        A callback of a future runs on that thread, and its collectives run at once. If the callback
+        was set before the next collective was started, this is the same order on all ranks.
+        """
         self.num_collectives += 1
-        caller, is_async = _C.calls.find_caller(), opts.asyncOp
-        calls = self._async_calls
+        calls, is_async = self._async_calls, opts.asyncOp
+        calls.check_open(self.name)
+        caller = _C.calls.find_caller()
         if calls.on_thread() or not (is_async or calls.pending):
             self._run(name, run, caller)
             return completed_work(name, outputs) if is_async else None
-        work = CallWork(name, outputs)
-        set_pending = groups.get(self.name).set_pending_calls
-        calls.submit(work, lambda: self._run(name, run, caller), set_pending)
+        work, group = CallWork(name, outputs), self._get_group()
+        calls.submit(
+            work,
+            lambda: self._run(name, run, caller),
+            lambda pending: setattr(group, "has_pending_calls", pending),
+        )
         if is_async:
             return work
         work.wait()
         return None
 
+    def _get_group(self) -> Group:
+        group = groups.get(self.name)
+        if group.backend is not self:  # a later process group has the name
+            raise GroupBrokenError(f"process group '{self.name}' has been destroyed")
+        return group
+
     def _run(self, name: str, run: Callable[[], None], caller: str) -> None:
-        self._group = group = groups.get(self.name)
+        self._group = group = self._get_group()
         try:
             with group.lock:
                 group.check_usable()
@@ -407,7 +439,7 @@ class Backend:
             if self._is_hierarchical(x, reduction):
                 torch.ops.tpkernels.all_reduce_(x.detach(), self.name, algorithm="hierarchical")
             else:
-                _wait(self.transport.allreduce([x], _all_reduce_options(opts)))
+                self.transport.allreduce([x], _all_reduce_options(opts)).wait()
             return
         buffer = x if x.is_contiguous() else _input(x)
         self._call(
@@ -434,7 +466,7 @@ class Backend:
             out.detach().copy_(gathered.view(out.shape))
         else:
             buffer = _output(out)  # gloo compares shapes
-            _wait(all_gather_single(self.transport, buffer.view(-1), _input(x).view(-1), opts))
+            all_gather_single(self.transport, buffer.view(-1), _input(x).view(-1), opts).wait()
             _copy_back(out, buffer)
 
     def _reduce_scatter_single(
@@ -449,7 +481,7 @@ class Backend:
             out.detach().copy_(shard.view(out.shape))
         else:
             buffer = _output(out)
-            _wait(reduce_scatter_single(self.transport, buffer.view(-1), _input(x).view(-1), opts))
+            reduce_scatter_single(self.transport, buffer.view(-1), _input(x).view(-1), opts).wait()
             _copy_back(out, buffer)
 
     def _is_hierarchical(self, x: torch.Tensor, reduction: Reduction | None = None) -> bool:
@@ -459,7 +491,7 @@ class Backend:
 
     def _gather(
         self,
-        key: tuple[object, ...],
+        key: tuple[Any, ...],
         x: torch.Tensor | None,
         outs: Sequence[torch.Tensor | None],
         sizes: Sequence[int],
@@ -483,7 +515,7 @@ class Backend:
 
     def _reduce_scatter(
         self,
-        key: tuple[object, ...],
+        key: tuple[Any, ...],
         x: torch.Tensor,
         out: torch.Tensor | None,
         sizes: Sequence[int],
@@ -516,7 +548,7 @@ class Backend:
         nbytes = local.itemsize * len(local)
         self._call(
             "all_gather",
-            ("splits of all_to_all", x.dtype),
+            ("splits of all_to_all", None, x.dtype),
             source=local.buffer_info()[0],
             out=table.buffer_info()[0],
             sizes=[nbytes] * self.world,
@@ -533,11 +565,11 @@ class Backend:
                         peer=source if target == self.rank else target,
                     )
         largest = max(table)
-        self._exchange(("all_to_all", x.dtype), x, out, sent, received, largest)
+        self._exchange(("all_to_all", None, x.dtype), x, out, sent, received, largest)
 
     def _exchange(
         self,
-        key: tuple[object, ...],
+        key: tuple[Any, ...],
         x: torch.Tensor | None,
         out: torch.Tensor,
         sent: Sequence[int],
@@ -562,7 +594,7 @@ class Backend:
     def _call(
         self,
         collective: str,
-        key: tuple[object, ...],
+        key: tuple[Any, ...],
         *,
         nbytes: int = 0,
         source: int = 0,
@@ -582,11 +614,7 @@ class Backend:
             nbytes: the size of the buffer in which the call needs one step; equal on all ranks.
             source, out, shard_outs: addresses.
         """
-        call_id = self._call_ids.get(key)
-        if call_id is None:
-            description = _describe(*key)
-            call_id = zlib.crc32(description.encode()) or 1, description
-            self._call_ids[key] = call_id
+        call_id = _get_call_id(*key)
         group = self.group
         nbytes = min(nbytes, 2 * _CHUNK_BYTES * self.world) + _SLACK_BYTES
         group.ensure_capacity(nbytes, call_id[1])
@@ -626,7 +654,9 @@ class Backend:
     def _split_bytes(self, what: str, x: torch.Tensor, splits: list[int]) -> list[int]:
         """Return the bytes of x for each rank. ``splits`` has rows of dim 0, or is empty for equal
         shares."""
-        rows = x.shape[0] if x.dim() else 0
+        if x.dim() == 0:
+            raise ValueError(f"all_to_all: the {what} has no dims; pass at least one")
+        rows = x.shape[0]
         if not splits:
             if rows % self.world:
                 raise ValueError(
@@ -642,10 +672,14 @@ class Backend:
         return [split * (x.nbytes // rows if rows else 0) for split in splits]
 
 
-def _describe(name: object, count: object = None, dtype: object = None, *options: object) -> str:
-    if dtype is None:  # no number of elements
-        return str(name) if count is None else f"{name} of {count}"
-    return ", ".join([f"{name} of {count} elements of {dtype}", *map(str, options)])
+@functools.lru_cache(4096)
+def _get_call_id(name: str, count: object, dtype: object, *options: str) -> tuple[int, str]:
+    """Return the signature and the description of a call. ``count``: the number of elements, or
+    None if the ranks may pass different numbers."""
+    elements = "" if count is None else f"{count} elements of "
+    operand = "" if dtype is None else f" of {elements}{dtype}"
+    description = ", ".join([f"{name}{operand}", *options])
+    return zlib.crc32(description.encode()) or 1, description
 
 
 def _check_dtype(name: str, what: str, x: torch.Tensor, other: str, like: torch.Tensor) -> None:
@@ -698,7 +732,3 @@ def completed_work(name: str, outputs: list[Any]) -> CallWork:
     work.finish(None)
     work.finish_future()
     return work
-
-
-def _wait(work: dist.Work) -> None:
-    work.wait()

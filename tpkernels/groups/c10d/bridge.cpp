@@ -31,7 +31,7 @@ void release(py::object& object) {
   }
 }
 
-// A CallWork (async_calls.py), for callers in C++.
+// Passes the calls of torch to a CallWork (async_calls.py).
 class PythonWork final : public Work {
  public:
   explicit PythonWork(py::object work) : work_(std::move(work)) {}
@@ -82,7 +82,7 @@ class Bridge final : public c10d::Backend {
     notify("set_timeout", timeout);
   }
   void shutdown() override { notify("shutdown"); }
-  void abort() override { notify("shutdown"); }
+  void abort() override { notify("abort"); }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override {
     const py::gil_scoped_acquire gil;

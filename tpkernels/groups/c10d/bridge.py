@@ -7,11 +7,13 @@ possible, `PythonGroup` (python_group.py) replaces it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
 import logging
 import os
+import platform
 import shutil
 import subprocess
 import sysconfig
@@ -35,13 +37,27 @@ class CompileError(RuntimeError):
     """bridge.cpp cannot be compiled on this machine."""
 
 
-@functools.cache
 def load() -> ModuleType:
     """Return the compiled module. The first process compiles it, in about 30 s.
 
     Raises:
-        CompileError: there is no C++ compiler, or it failed.
+        CompileError: there is no C++ compiler, it failed, or its result cannot be loaded.
     """
+    module = _load_once()
+    if isinstance(module, CompileError):
+        raise module
+    return module
+
+
+@functools.cache
+def _load_once() -> ModuleType | CompileError:
+    try:
+        return _load()
+    except CompileError as error:
+        return error
+
+
+def _load() -> ModuleType:
     compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
     if compiler is None:
         raise CompileError("no C++ compiler was found (c++, g++, or the variable CXX)")
@@ -51,6 +67,7 @@ def load() -> ModuleType:
     command += [f"-I{include}" for include in includes] + pybind11_abi()
     libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
     key = " ".join([*command, torch.__version__, sysconfig.get_config_var("SOABI")])
+    key += " ".join(platform.libc_ver())
     digest = hashlib.sha256(key.encode() + _SOURCE.read_bytes()).hexdigest()[:16]
     folder = cache_folder() / "c10d"
     path = folder / f"bridge-{digest}.so"
@@ -67,8 +84,13 @@ def load() -> ModuleType:
         raise CompileError(f"{_SOURCE.name} cannot be compiled: {error}") from error
     spec = importlib.util.spec_from_file_location("_tpkernels_c10d_bridge", path)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        with contextlib.suppress(OSError):
+            path.unlink()  # it was compiled on a different machine, or is damaged
+        raise CompileError(f"{path} cannot be loaded, and has been removed: {error}") from error
     return module
 
 
@@ -91,7 +113,8 @@ def _compile(command: list[str], libraries: list[str], path: Path) -> None:
 
 def fail_future(future: Future[Any], error: BaseException) -> None:
     """Complete a future with an error that C++ and Python raise when they wait for it."""
-    try:
-        load().fail_future(future, str(error))
-    except CompileError:
-        future.set_exception(error)
+    module = _load_once()
+    if isinstance(module, CompileError):
+        future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+    else:
+        module.fail_future(future, f"{type(error).__name__}: {error}")

@@ -29,7 +29,7 @@ class PythonGroup(dist.ProcessGroup):
 
     def __init__(self, backend: Backend, store: dist.Store) -> None:
         super().__init__(backend.rank, backend.world)  # type: ignore[call-arg]
-        self._backend, self._store = backend, store
+        self.backend, self._store = backend, store
         use_gloo(self, backend.gloo)
 
     def get_group_store(self) -> dist.Store:
@@ -39,18 +39,19 @@ class PythonGroup(dist.ProcessGroup):
         return "tpkernels"
 
     def shutdown(self) -> None:
-        self._backend.shutdown()
+        self.backend.shutdown()
 
-    abort = shutdown
+    def abort(self) -> None:
+        self.backend.abort()
 
     def send(self, *args: Any) -> dist.Work:
-        return self._backend.transport.send(*args)
+        return self.backend.transport.send(*args)
 
     def recv(self, *args: Any) -> dist.Work:
-        return self._backend.transport.recv(*args)
+        return self.backend.transport.recv(*args)
 
     def recv_anysource(self, *args: Any) -> dist.Work:
-        return self._backend.transport.recv_anysource(*args)
+        return self.backend.transport.recv_anysource(*args)
 
 
 # The collectives of a process group, under their names in torch 2.13 and before: the method of a
@@ -95,7 +96,7 @@ def _collective(name: str, options: Callable[[], Any]) -> Callable[..., dist.Wor
         if not (args and hasattr(args[-1], "asyncOp")):
             args = *args, options() if opts is None else opts
         _check_device(args[:-1])
-        work = getattr(self._backend, name)(*args)
+        work = getattr(self.backend, name)(*args)
         return completed_work(name, []) if work is None else work  # torch in C++ needs a work
 
     return start
