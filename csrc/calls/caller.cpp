@@ -1,9 +1,9 @@
 #include "calls/caller.h"
 
+#include <algorithm>
 #include <cstdint>
-#include <functional>
 #include <string>
-#include <unordered_map>
+#include <string_view>
 #include <utility>
 
 #include "calls/python.h"
@@ -12,31 +12,19 @@
 namespace tpkernels::calls {
 namespace {
 
-constexpr int kMaxFrames = 24;               // outer frames are not searched
-constexpr std::size_t kMaxPositions = 1024;  // in the cache
+constexpr int kMaxFrames = 24;  // outer frames are not searched
 
-// A position in Python code. On Python 3.11 and later it is the instruction, because finding the
-// line of an instruction takes longer than everything else here.
-struct Position {
-  PyCodeObject* code;  // the cache owns a reference, so the address is not reused
+// Text of a position in Python code. On Python 3.11 and later a position is an instruction, because
+// finding the line of an instruction takes longer than everything else here.
+struct CallerText {
+  PyCodeObject* code;  // a reference, so no other code object gets this address
   int position;
-  bool operator==(const Position& other) const {
-    return code == other.code && position == other.position;
-  }
+  unsigned size;  // 0: code of torch or of this package
+  char text[112];
 };
 
-struct Hash {
-  std::size_t operator()(const Position& position) const {
-    return std::hash<void*>()(position.code) * 31 + static_cast<std::size_t>(position.position);
-  }
-};
-
-// Text by position. Empty for torch and this package. Under the GIL. Never destroyed, because the
-// interpreter may end first.
-std::unordered_map<Position, std::string, Hash>& known_positions() {
-  static auto* const positions = new std::unordered_map<Position, std::string, Hash>;
-  return *positions;
-}
+// A direct-mapped cache, under the GIL: a call touches two cache lines per frame.
+CallerText caller_texts[1024];
 
 std::string to_string(PyObject* text) {
   Py_ssize_t size = 0;
@@ -48,7 +36,8 @@ std::string to_string(PyObject* text) {
 std::string describe(PyFrameObject* frame, PyCodeObject* code) {
   static const std::string* const folders = [] {
     const auto folder = [](const char* module) {
-      std::string file = to_string(import_static(module, "__file__"));
+      const std::string file =
+          to_string(py::object(py::module_::import(module).attr("__file__")).ptr());
       return file.substr(0, file.rfind('/') + 1);
     };
     return new std::string[2]{folder("torch"), folder("tpkernels")};
@@ -61,37 +50,36 @@ std::string describe(PyFrameObject* frame, PyCodeObject* code) {
          " in " + to_string(code->co_name);
 }
 
-const std::string& find_text(PyFrameObject* frame) {
-  PyCodeObject* const code = PyFrame_GetCode(frame);
+const CallerText& find_text(PyFrameObject* frame) {
+  PyCodeObject* code = PyFrame_GetCode(frame);
 #if PY_VERSION_HEX >= 0x030B0000
-  const Position position{code, PyFrame_GetLasti(frame)};
+  const int position = PyFrame_GetLasti(frame);
 #else
-  const Position position{code, PyFrame_GetLineNumber(frame)};
+  const int position = PyFrame_GetLineNumber(frame);
 #endif
-  auto& positions = known_positions();
-  const auto known = positions.find(position);
-  if (known != positions.end()) {
-    Py_DECREF(code);
-    return known->second;
+  const std::uint64_t key =
+      reinterpret_cast<std::uintptr_t>(code) + static_cast<unsigned>(position);
+  CallerText& entry = caller_texts[key * 0x9E3779B97F4A7C15 >> 54];
+  if (entry.code != code || entry.position != position) {
+    const std::string text = describe(frame, code);
+    entry.size = static_cast<unsigned>(std::min(text.size(), sizeof(entry.text)));
+    std::copy_n(text.data(), entry.size, entry.text);
+    entry.position = position;
+    std::swap(entry.code, code);
   }
-  std::string text = describe(frame, code);
-  if (positions.size() >= kMaxPositions) {
-    const auto dropped = std::exchange(positions, {});  // finalizers may make calls
-    for (const auto& entry : dropped) Py_DECREF(entry.first.code);
-  }
-  const auto [entry, added] = positions.try_emplace(position, std::move(text));
-  if (!added) Py_DECREF(code);
-  return entry->second;
+  Py_XDECREF(code);
+  return entry;
 }
 
 }  // namespace
 
-std::string find_caller() {
+std::string_view find_caller() {
   PyFrameObject* frame = PyEval_GetFrame();
   Py_XINCREF(frame);
-  std::string caller;
+  std::string_view caller;
   for (int i = 0; frame && i < kMaxFrames && caller.empty(); ++i) {
-    caller = find_text(frame);
+    const CallerText& entry = find_text(frame);
+    caller = {entry.text, entry.size};
     PyFrameObject* const outer = PyFrame_GetBack(frame);
     Py_DECREF(frame);
     frame = outer;

@@ -1,13 +1,14 @@
 // The Python line that makes a call, for the records of calls (host/call_records.h).
 #pragma once
 
-#include <string>
+#include <string_view>
 
 namespace tpkernels::calls {
 
 // Returns the innermost Python line outside torch and this package, for example
-// "train.py:41 in step". Empty if there is none, as on a thread of autograd. Requires the GIL.
-std::string find_caller();
+// "train.py:41 in step". Empty if there is none, as on a thread of autograd. Requires the GIL, and
+// is valid until the next call.
+std::string_view find_caller();
 
 // Passes `find_caller` to the records during its lifetime.
 class RecordCaller {

@@ -123,6 +123,9 @@ void bind_channel(py::module_& m) {
       .def_property_readonly("broken", &Channel::broken)
       .def("buffer_offset", &Channel::buffer_offset, py::arg("parity"))
       .def("begin", &Channel::begin, py::arg("signature"), py::arg("description"))
+      .def(
+          "set_caller", [](Channel&, const std::string& caller) { set_caller(caller); },
+          py::arg("caller"))
       .def("end_call", &Channel::end_call, py::arg("completed") = true)
       .def("publish", &Channel::publish, py::arg("phase"), py::arg("index") = 0)
       .def("wait", &Channel::wait, py::arg("peer"), py::arg("phase"), py::arg("index") = 0,

@@ -46,7 +46,6 @@ std::string_view take_caller() {
 
 void CallRing::begin(std::uint32_t number, std::string_view text, std::string_view caller) {
   const std::uint64_t n = count.load(std::memory_order_relaxed);
-  if (n > 0) end(CallState::kCompleted);
   CallRecord& record = records[n % kRecordedCalls];
   record.stamp.store(2 * n + 1, std::memory_order_relaxed);
   // Release: a reader that sees one of these values also sees the new stamp.
@@ -229,7 +228,7 @@ std::string format_records(const std::vector<RankCalls>& ranks) {
   } else if (all_made) {
     lines += "all ranks have made call " + call_name(*newest) + "\n";
   }
-  table.pop_back();  // the last newline
+  if (!table.empty()) table.pop_back();  // the last newline
   return lines + "Last calls of each rank, newest first:\n" + table;
 }
 

@@ -67,7 +67,7 @@ struct CallRecord {
 
 class CallRing {
  public:
-  // For the owner. Records a new call. Marks the previous call as completed if `end` did not.
+  // For the owner. Records a new call.
   void begin(std::uint32_t number, std::string_view text, std::string_view caller);
   // For the owner. A further chunk of the newest call has epoch `epoch`.
   void advance(std::uint32_t epoch);

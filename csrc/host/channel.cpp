@@ -197,12 +197,7 @@ void Channel::begin(std::uint32_t signature, std::string_view description) {
   }
   ++epoch_;
   const std::string_view caller = take_caller();
-  if (is_recorded_ && signature == signature_ && caller.empty()) {
-    call_ring(rank_).advance(epoch_);
-  } else {
-    call_ring(rank_).begin(epoch_, description, caller);
-    is_recorded_ = true;
-  }
+  const bool is_chunk = is_recorded_ && signature == signature_ && caller.empty();
   signature_ = signature;
   CallSlot& slot = header(rank_).calls[parity()];
   if (slot_signatures_[parity()] != signature) {
@@ -213,6 +208,11 @@ void Channel::begin(std::uint32_t signature, std::string_view description) {
   calls_since_last_ = caller_id == 0 ? 0 : calls_since_last();
   slot.calls_since_last.store(calls_since_last_, std::memory_order_relaxed);
   slot.entered.value.store(signal_value(signature_, epoch_), std::memory_order_seq_cst);
+  // After that store, which would otherwise wait until the caches have taken the record.
+  if (is_chunk) return call_ring(rank_).advance(epoch_);
+  end_call();
+  call_ring(rank_).begin(epoch_, description, caller);
+  is_recorded_ = true;
 }
 
 void Channel::end_call(bool completed) {
@@ -403,7 +403,6 @@ void Channel::check(int peer, const Signal& awaited, double waited_s) const {
     fail(FailureKind::kPeerLost, peer, group_rank(peer),
          "waited for " + peer_name(peer) + ", whose process has ended; " + progress(peer));
   }
-  warn_if_stopped(peer, waited_s);
   if (waited_s >= options_.timeout_s) {
     char waited[32];
     std::snprintf(waited, sizeof(waited), "%.2f s", waited_s);
@@ -412,6 +411,7 @@ void Channel::check(int peer, const Signal& awaited, double waited_s) const {
              progress(peer),
          format_calls());
   }
+  warn_if_stopped(peer, waited_s);  // may wait for the GIL
 }
 
 void Channel::warn_if_stopped(int peer, double waited_s) const {

@@ -134,7 +134,8 @@ class Channel {
 
   // Starts the next call. Error messages quote `description`, also on peers in a different call.
   // Throws Failure(kBroken) if the channel has failed before, or in a fork of the process.
-  // Calls of equal signature are the chunks of one recorded call until `end_call` or `set_caller`.
+  // Repeated calls with one signature count as chunks of one recorded call, until `end_call`, or
+  // until a caller is set. A call with a different signature ends the recorded call.
   void begin(std::uint32_t signature, std::string_view description);
   // Records the end of the call. It has failed unless `completed`.
   void end_call(bool completed = true);

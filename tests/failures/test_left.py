@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import os
@@ -84,18 +85,25 @@ def test_groups_release_their_resources(how: str) -> None:
 
 
 @on_ranks(2)
-def test_shared_memory_has_no_name_and_no_open_descriptor() -> None:
+def test_shared_memory_has_no_name_and_only_the_workspace_a_descriptor() -> None:
+    """`tpkernels stuck` finds the workspace by its descriptor."""
     group = faults.new_group()
     x = tpkernels.empty(100, group=group)
     tpkernels.all_reduce(x, group)
     lines = Path("/proc/self/maps").read_text().splitlines()
-    links = [os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink()]
-    lines = [line for line in lines if "memfd:tpkernels (" in line] + [
-        f"open: {link}" for link in links if "memfd:tpkernels (" in link
-    ]
-    assert len(lines) >= 2, lines  # the workspace and the symmetric tensor
-    for line in lines:
-        assert "rw-s" in line and line.endswith("/memfd:tpkernels (deleted)"), line
+    mappings = [line for line in lines if "/memfd:tpkernels" in line]
+    assert all("rw-s" in line and line.endswith(" (deleted)") for line in mappings), mappings
+    files = {line.split("memfd:")[1] for line in mappings}
+    assert files == {"tpkernels-workspace (deleted)", "tpkernels-empty (deleted)"}, mappings
+    descriptors = {}
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            descriptors[int(link.name)] = os.readlink(link)
+    stacks = "/memfd:tpkernels-stack "  # of the launcher
+    ours = {fd: name for fd, name in descriptors.items() if "memfd:tpkernels" in name}
+    ours = {fd: name for fd, name in ours.items() if not name.startswith(stacks)}
+    assert set(ours.values()) == {"/memfd:tpkernels-workspace (deleted)"}, ours
+    assert not any(os.get_inheritable(fd) for fd in ours), ours
 
 
 def test_shared_memory_is_private_and_sealed() -> None:

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "check.h"
@@ -110,6 +111,44 @@ TEST_CASE(committed_ranges_cover_disjoint_buffers, kThreads) {
       begin_bytes = end_bytes;
     }
   }
+}
+
+// Records of calls.
+
+TEST_CASE(readers_never_get_a_torn_record, kThreads) {
+  constexpr std::uint32_t kCalls = 50000;
+  const auto arena = make_arena(1, Channel::region_bytes(1, 4096));
+  const auto channel = make_channel({.world = 1, .capacity = 4096}, arena, 0);
+  const auto text = [](std::uint32_t number) {
+    std::string text;
+    for (int i = 0; i < 12; ++i) text += to_string(number);
+    return text;
+  };
+  std::atomic<bool> done{false};
+  std::thread writer([&] {
+    for (std::uint32_t i = 1; i <= kCalls; ++i) {
+      host::set_caller(text(i));
+      channel->begin(i, text(i));
+      if (i % 3 == 0) channel->end_call();
+    }
+    done = true;
+  });
+  const std::size_t offset = [&] {
+    const auto& info = *reinterpret_cast<const host::RankInfo*>(arena->region(0));
+    return static_cast<std::size_t>(info.ring_offset.load());
+  }();
+  std::size_t copies = 0;
+  std::string wrong;
+  while (!done) {
+    for (const host::CallInfo& call : host::read_rank(arena->region(0), offset, 64).calls) {
+      ++copies;
+      if (call.text != text(call.number) || call.caller != call.text) wrong = call.text;
+    }
+  }
+  writer.join();
+  CHECK(wrong.empty(), wrong);
+  CHECK(copies > 0);
+  CHECK(host::read_rank(arena->region(0), offset, 99).calls.size() == host::kRecordedCalls);
 }
 
 // Calls.

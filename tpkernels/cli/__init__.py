@@ -24,6 +24,7 @@ COMMANDS = (
     "verify",
     "profile",
     "qualify",
+    "stuck",
 )
 _TYPER_SETTINGS: dict[str, Any] = {
     "add_completion": False,

@@ -31,7 +31,7 @@ from tpkernels.symm.device import DeviceWorkspace, region_bytes
 from tpkernels.symm.exchange import Participant
 from tpkernels.symm.gpu_memory import exchange_gpus
 from tpkernels.symm.limits import find_memory_shortage
-from tpkernels.symm.rendezvous import ByteRanges, MappedArena, make_arena
+from tpkernels.symm.rendezvous import WORKSPACE, ByteRanges, MappedArena, make_arena
 
 PAGE = 4 << 10
 _HUGE_PAGE = 2 << 20
@@ -115,7 +115,7 @@ class HostWorkspace:
         first = min(workspace_bytes, _FIRST_BUFFER)
         try:
             mapped_arena = make_arena(
-                participant, "workspace", self._region_bytes, self._ranges_to_commit(0, first)
+                participant, WORKSPACE, self._region_bytes, self._ranges_to_commit(0, first)
             )
         except MemoryError as error:
             hint = f"pass tpkernels.init a workspace_bytes smaller than {workspace_bytes}"

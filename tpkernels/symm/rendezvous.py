@@ -53,7 +53,7 @@ _GRACE = 1.0
 _NOTICE = 0.5  # s to wait for the notice of a rank that has closed its connections
 _CHECK_INTERVAL = 0.05  # s between checks of the peers while no socket is readable
 
-WORKSPACE_FILE = "tpkernels-workspace"  # name of the memory of a workspace in /proc/PID/fd
+WORKSPACE = "workspace"  # purpose of an arena with the channel of a group
 
 ByteRanges = Sequence[tuple[int, int]]  # (offset, bytes) within a region
 
@@ -83,7 +83,7 @@ def make_arena(
     """
     deadline = time.monotonic() + participant.timeout
     with contextlib.ExitStack() as files:
-        setup = _ArenaSetup(participant, purpose, region_bytes, ranges, deadline)
+        setup = _ArenaSetup(participant, region_bytes, ranges, deadline, purpose)
         return setup.make(files)
 
 
@@ -92,15 +92,15 @@ class _ArenaSetup:
     """The set-up of one arena by this rank."""
 
     participant: Participant
-    purpose: str
     region_bytes: int
     ranges: ByteRanges
     deadline: float
+    purpose: str = "memory"
 
     def make(self, files: contextlib.ExitStack) -> MappedArena:
         """Set up the arena. ``files`` closes temporary sockets and descriptors."""
-        participant, world, memory = self.participant, self.participant.world, -1
         purpose = self.purpose
+        participant, world, memory = self.participant, self.participant.world, -1
         offer: dict[str, Any] = {"pid": os.getpid()}
         if participant.rank == 0:
             memory, offer["error"] = self._create()
@@ -212,10 +212,6 @@ class _ArenaSetup:
                 os.close(pidfd)
             return receive(connection, participant.world + 1)
 
-    @property
-    def _is_workspace(self) -> bool:
-        return self.purpose == "workspace"
-
     def _watch(self, pidfds: list[int]) -> None:
         """Raise if the process of a rank has exited."""
         poll = select.poll()
@@ -231,7 +227,7 @@ class _ArenaSetup:
         if error is not None:
             return -1, error
         try:
-            name = WORKSPACE_FILE if self._is_workspace else "tpkernels"
+            name = f"tpkernels-{self.purpose}"
             return _C.host.Arena.create(self.region_bytes, world, name), None
         except (OSError, RuntimeError, OverflowError) as failure:
             return -1, str(failure)
@@ -240,7 +236,7 @@ class _ArenaSetup:
         try:
             # An outside process reads the calls of a group in its workspace (`tpkernels stuck`).
             arena = _C.host.Arena(
-                memory, self.region_bytes, self.participant.world, keep_fd=self._is_workspace
+                memory, self.region_bytes, self.participant.world, keep_fd=self.purpose == WORKSPACE
             )
             for offset, size in self.ranges:
                 arena.commit(self.participant.rank, offset, size)
