@@ -37,7 +37,7 @@ from tpkernels.planning.table import Series, Table, are_close
 from tpkernels.symm import streams
 from tpkernels.symm.colocation import probe_colocation
 from tpkernels.symm.exchange import ExchangeState, Participant
-from tpkernels.symm.host import HostWorkspace
+from tpkernels.symm.host import BACKEND_SPIN_US, SPIN_US, HostWorkspace
 from tpkernels.symm.node import Node, make_node
 from tpkernels.torch_private import detect_fake_mode, get_backend, get_timeout
 
@@ -238,7 +238,8 @@ class Group(_C.calls.GroupCalls):
                 participant, {**options, "timeout_on_gpus": gpu_timeout}
             )
             if self.unshared_reason is None:
-                self.workspace = HostWorkspace(participant, workspace_bytes)
+                spin_us = SPIN_US if self.backend is None else BACKEND_SPIN_US
+                self.workspace = HostWorkspace(participant, workspace_bytes, spin_us)
             elif self.world > 1:
                 self.node, self.no_node_reason = make_node(
                     participant, workspace_bytes, first_ranks

@@ -44,7 +44,11 @@ _FIRST_SIGNALS, _FIRST_BYTES = 33 << 10, 1 << 20
 # core keeps it for long: vLLM workers share their cores with the engine, which is always busy. With
 # the plugin, vLLM decodes a batch of 8 at 0.77x of its own speed if waiters yield after 5 us, and
 # at 1.14x if they do not (benchmarks/results/cpu-2core-vllm.md).
-_SPIN_US, _CROWDED_SPIN_US = 2000.0, 200.0
+SPIN_US, _CROWDED_SPIN_US = 2000.0, 200.0
+# With the backend "tpkernels" a waiter sleeps sooner. Beside a third busy process on two cores, an
+# all-reduce of 4 KiB takes 1.4 ms with 2000 us and 0.4 ms with 200 us, a broadcast of 16 MiB 39 ms
+# and 8 ms (benchmarks/results/cpu-2core-backend.md).
+BACKEND_SPIN_US = 200.0
 
 
 def is_crowded(pids: Sequence[int]) -> bool:
@@ -58,7 +62,7 @@ def is_crowded(pids: Sequence[int]) -> bool:
 
 
 def _make_channel(
-    mapped_arena: MappedArena, participant: Participant, capacity: int
+    mapped_arena: MappedArena, participant: Participant, capacity: int, spin_us: float = SPIN_US
 ) -> _C.host.Channel:
     crowded = is_crowded(mapped_arena.pids)
     return _C.host.Channel(
@@ -67,8 +71,8 @@ def _make_channel(
         mapped_arena.pidfds,
         mapped_arena.pids,
         timeout=participant.timeout,
-        spin_us=_CROWDED_SPIN_US if crowded else _SPIN_US,
-        yield_us=0.0 if crowded else _SPIN_US,
+        spin_us=_CROWDED_SPIN_US if crowded else spin_us,
+        yield_us=0.0 if crowded else spin_us,
         capacity=capacity,
         group_ranks=participant.group_ranks,
         group=participant.group,
@@ -99,7 +103,9 @@ class HostWorkspace:
     The algorithms run their calls on ``channel``, which the C++ extension implements.
     """
 
-    def __init__(self, participant: Participant, workspace_bytes: int) -> None:
+    def __init__(
+        self, participant: Participant, workspace_bytes: int, spin_us: float = SPIN_US
+    ) -> None:
         self.participant = participant
         self.workspace_bytes = workspace_bytes
         self._can_grow = True
@@ -120,7 +126,7 @@ class HostWorkspace:
         except MemoryError as error:
             hint = f"pass tpkernels.init a workspace_bytes smaller than {workspace_bytes}"
             raise MemoryError(f"{error}; {hint}") from None
-        self.channel = _make_channel(mapped_arena, participant, first)
+        self.channel = _make_channel(mapped_arena, participant, first, spin_us)
         self._arena = mapped_arena.arena
         self._gpu_timeout = participant.timeout
 
