@@ -20,6 +20,7 @@ SUBSET = [
     "all_to_all",
     "all_to_all_single_equal_split",
     "all_to_all_single_unequal_split",
+    "barrier_timeout_full_group",
     "batch_isend_irecv_gloo",
     "broadcast",
     "destroy_group",

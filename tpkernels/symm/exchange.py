@@ -243,6 +243,7 @@ class _Attempt:
             f"{self.purpose} of group '{participant.group}': rank "
             f"{participant.group_rank(participant.rank)} waited {participant.timeout:g} s for rank "
             f"{missing}, which did not arrive. All ranks of the group must make their first call, "
-            "call tpkernels.init or create a communicator together.",
+            "call tpkernels.init or create a communicator together, within the timeout of the "
+            "group.",
             peer=missing,
         )

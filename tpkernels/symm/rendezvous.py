@@ -274,7 +274,9 @@ class _ArenaSetup:
             yield
         except TimeoutError as error:
             raise CollectiveTimeoutError(
-                f"{prefix}, which did not arrive within {participant.timeout:g} s", peer=peer
+                f"{prefix}, which did not arrive within {participant.timeout:g} s, "
+                "the timeout of the group",
+                peer=peer,
             ) from error
         except (ConnectionError, EOFError, DistError) as error:
             # The notice with the cause arrives shortly after the connections close.
