@@ -149,6 +149,7 @@ def queued(rank: int, world: int) -> Iterator[tuple[Queue, Any]]:
         world=world,
         timeout_on=lambda device: 30.0,
         pg=Collectives(queue, rank, world),
+        collectives_on=lambda device: group.pg,
         uses_gloo=lambda device: False,
         workspace=None,
     )
