@@ -114,7 +114,9 @@ def load_model(setup: str, folder: str, compiled: bool) -> None:
     if setup in ("threads", "thread"):
         model = load(folder, dtype=torch.bfloat16)
     elif setup == "transformers":
-        model = load(folder, dtype=torch.bfloat16, tp_plan="auto")
+        # Without a size, transformers uses WORLD_SIZE, which may be missing, and does not shard.
+        world = dist.get_world_size()
+        model = load(folder, dtype=torch.bfloat16, tp_plan="auto", tp_size=world)
     elif setup == "torch":
         model = load(folder, dtype=torch.bfloat16)
         _parallelize_with_torch(model)
