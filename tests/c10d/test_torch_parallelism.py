@@ -218,7 +218,7 @@ def find_expected(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.
     return whole
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", sweep([2, 4]))
 @on_ranks(fixture="backend_ranks")
 def test_redistribute_between_all_placements() -> list[str]:
     """Redistribute uneven shards, on one mesh dim and on two. Results are exact."""
@@ -271,7 +271,7 @@ def test_operators_on_all_shardings() -> None:
             assert converter.successful()
 
 
-@pytest.mark.parametrize("world", [2, thorough(4)])
+@pytest.mark.parametrize("world", sweep([2, 4]))
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @on_ranks(fixture="backend_ranks")
 def test_tensor_parallel_transformer(sequence_parallel: bool) -> None:
@@ -387,7 +387,7 @@ def run_functional_collectives(x: torch.Tensor, group: dist.ProcessGroup) -> lis
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("compiler", sweep(["aot_eager", "eager", "inductor"], 2))
 @on_ranks(fixture="backend_ranks")
 def test_functional_collectives(compiler: str) -> None:
     """Run integers, compiled and not. The results of both backends are equal, and exact."""
