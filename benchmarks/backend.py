@@ -162,7 +162,7 @@ def measure_collective(
         results.append(torch.cat([x, out]))
     if not torch.equal(*results):
         raise RuntimeError(f"{name} of {nbytes} bytes differs between {' and '.join(groups)}")
-    source = torch.rand_like(x)  # repeated sums overflow to inf, which takes the same time
+    source = torch.rand_like(x)  # repeated sums reach inf: as fast as other values
     return time_interleaved(
         lambda backend: collective.call(x, out, groups[backend]),
         groups,
@@ -271,7 +271,7 @@ def print_header(title: str, *names: object) -> None:
 
 
 def run_collectives(part: str, world: int, options: argparse.Namespace) -> Iterator[Row]:
-    """Time the collectives. In the part "crowded", another process keeps a core busy."""
+    """Time the collectives, in the part "crowded" beside a process that keeps a core busy."""
     kib = options.kib or KIB[part]
     beside = ", beside a busy process" if part == "crowded" else ""
     title = f"{world} ranks{beside}: gloo / tpkernels in us, and the speed-up"

@@ -6,8 +6,8 @@
 namespace tpkernels::calls {
 
 // Returns the innermost Python line outside torch and this package, for example
-// "train.py:41 in step". Empty if there is none, as on a thread of autograd. Requires the GIL, and
-// is valid until the next call.
+// "train.py:41 in step". Empty on a thread that runs no such line, such as a thread of autograd.
+// Requires the GIL. The result is valid until the next call.
 std::string_view find_caller();
 
 // Passes `find_caller` to the records during its lifetime.

@@ -7,8 +7,8 @@ runs on new processes, in about 0.3 s per test with ``--start fork`` and several
 ``--start spawn``. A test that exceeds the time limit fails, and its processes are killed.
 
 Many tests compare the name of the backend with "gloo" or "mpi". With ``--open-names`` (default)
-those tests also accept the backend under test: gloo then runs the tests for MPI, of which it fails
-those of the list ``all_to_all``. With ``--profiling`` the tests also expect an asynchronous
+those tests also accept the backend under test. Gloo then also runs the tests for MPI. It fails the
+tests of ``all_to_all`` with lists. With ``--profiling`` the tests also expect an asynchronous
 profiler event "<backend>:<collective>" for each collective.
 
 Tests for GPUs are skipped on CPUs. A test that requires 4 or 8 ranks is skipped with fewer. The

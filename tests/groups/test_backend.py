@@ -128,7 +128,7 @@ def check_moves(
     out = torch.full_like(values, 7)
     dist.all_to_all_single(out.view(-1), values.roll(rank, 0).reshape(-1), group=group)
     check("all_to_all", out, torch.stack([values[(rank - r) % world] for r in range(world)]))
-    splits = [r * count for r in range(world)]  # to rank r go r copies of the values
+    splits = [r * count for r in range(world)]  # rank r receives r copies of the values
     x = values[rank].repeat(sum(range(world)))
     out = torch.full_like(values, 7)[:, : count * rank if count else 0].reshape(-1)
     received = torch.empty(world * rank * count, dtype=dtype)
@@ -549,7 +549,7 @@ def test_default_group_and_mixed_devices() -> None:
 def names_job() -> None:
     """Destroyed groups do not use the groups that later have their names."""
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    gc.disable()  # as far as reference counts go
+    gc.disable()  # only reference counting frees objects
     for attempt, backend in enumerate(("tpkernels", "gloo", "tpkernels")):
         old = dist.group.WORLD
         assert old is not None

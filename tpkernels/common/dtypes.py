@@ -12,6 +12,14 @@ CODES: dict[torch.dtype, int] = {
     torch.bfloat16: 2,
     torch.float64: 3,
 }
+#: Of the elements that the collectives on CPUs move and reduce.
+ELEMENT_CODES = CODES | {
+    torch.uint8: 4,
+    torch.int8: 5,
+    torch.int16: 6,
+    torch.int32: 7,
+    torch.int64: 8,
+}
 #: Additional dtypes, on CPUs, of the ops that only move elements.
 MOVED = (torch.int64, torch.int32)
 

@@ -19,8 +19,8 @@ from tpkernels.planning.problem import Problem
 LINE_BYTES = 64  # cache line; alignment of the segments of a step
 # Chunk size of `direct` for large tensors, in bytes per rank: `kChunkBytes` in
 # csrc/host/collectives.h.
-_CHUNK_BYTES = 512 << 10
-_SLACK_BYTES = 4 << 10
+CHUNK_BYTES = 512 << 10
+SLACK_BYTES = 4 << 10
 _HIERARCHICAL_CHUNK_BYTES = 1 << 20  # untuned
 
 
@@ -83,7 +83,7 @@ def _direct_rows(problem: Problem, workspace_bytes: int) -> int:
     row of a token. Without routed tokens it can split at any element, so the result is 1."""
     if not problem.spec.routed:
         return 1
-    return (workspace_bytes - _SLACK_BYTES) // bytes_per_row(problem)
+    return (workspace_bytes - SLACK_BYTES) // bytes_per_row(problem)
 
 
 def _direct_bytes(problem: Problem, workspace_bytes: int) -> int:
@@ -91,15 +91,15 @@ def _direct_bytes(problem: Problem, workspace_bytes: int) -> int:
     float64: 8). For routed tokens: the bytes for chunks of token rows."""
     if problem.spec.routed:
         row = bytes_per_row(problem)
-        chunk = _CHUNK_BYTES * problem.world
-        return max(row, min(max(problem.sizes) * row, chunk, workspace_bytes)) + _SLACK_BYTES
+        chunk = CHUNK_BYTES * problem.world
+        return max(row, min(max(problem.sizes) * row, chunk, workspace_bytes)) + SLACK_BYTES
     copies = 1 + ceil_div(max(4, problem.dtype.itemsize), problem.dtype.itemsize)
     if problem.sum_units:
         copies += (
             _C.calls.SumTree(problem.sum_units.k_sizes, problem.sum_units.size, 0).max_nodes - 1
         )
-    chunk = min(problem.nbytes, _CHUNK_BYTES * problem.world)
-    return chunk * copies + _SLACK_BYTES
+    chunk = min(problem.nbytes, CHUNK_BYTES * problem.world)
+    return chunk * copies + SLACK_BYTES
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ _FIRST_SIGNALS, _FIRST_BYTES = 33 << 10, 1 << 20
 SPIN_US, _CROWDED_SPIN_US = 2000.0, 200.0
 # With the backend "tpkernels" a waiter sleeps sooner. Beside a third busy process on two cores, an
 # all-reduce of 4 KiB takes 1.4 ms with 2000 us and 0.4 ms with 200 us, a broadcast of 16 MiB 39 ms
-# and 8 ms (benchmarks/results/cpu-2core-backend.md).
+# and 8 ms (two cores of AMD EPYC Zen 3, 2026-11-28; benchmarks/results/cpu-2core-backend.md).
 BACKEND_SPIN_US = 200.0
 
 

@@ -32,6 +32,14 @@ class CallWork(dist.Work):
         self._future: Future[list[Any]] = Future()
         self.thread: threading.Thread | None = None  #: that runs it
 
+    @classmethod
+    def completed(cls, name: str, outputs: list[Any]) -> CallWork:
+        """Return the work of a collective that has run."""
+        work = cls(name, outputs)
+        work.finish(None)
+        work.finish_future()
+        return work
+
     def finish(self, error: BaseException | None) -> None:
         """Wake the threads that wait for the work. ``error``: the error of the collective."""
         self._error = error

@@ -33,9 +33,11 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from tpkernels import _C, groups
+from tpkernels.common import dtypes
 from tpkernels.errors import CollectiveMismatchError, GroupBrokenError
 from tpkernels.groups.c10d.async_calls import AsyncCalls, CallWork
 from tpkernels.groups.group import Group
+from tpkernels.planning.algorithms import CHUNK_BYTES, SLACK_BYTES
 from tpkernels.torch_private import (
     BackendOptions,
     RecordFunctionFast,
@@ -45,22 +47,6 @@ from tpkernels.torch_private import (
     reduce_scatter_single,
 )
 
-_F32, _F16, _BF16, _F64, _U8, _I8, _I16, _I32, _I64 = range(9)  # DType of csrc/host/vector.h
-# For reductions: the dtype code, and the numbers of that dtype in one element of the tensor.
-_DTYPES = {
-    torch.float32: (_F32, 1),
-    torch.float16: (_F16, 1),
-    torch.bfloat16: (_BF16, 1),
-    torch.float64: (_F64, 1),
-    torch.complex64: (_F32, 2),
-    torch.complex128: (_F64, 2),
-    torch.uint8: (_U8, 1),
-    torch.bool: (_U8, 1),
-    torch.int8: (_I8, 1),
-    torch.int16: (_I16, 1),
-    torch.int32: (_I32, 1),
-    torch.int64: (_I64, 1),
-}
 # The names and codes (csrc/host/reduce_ops.h) of reductions.
 _SUM, _MEAN, _MIN, _MAX, _PRODUCT, _AND, _OR, _XOR = range(8)
 _OPS = {
@@ -73,14 +59,11 @@ _OPS = {
     ReduceOp.BOR: ("op bor", _OR),
     ReduceOp.BXOR: ("op bxor", _XOR),
 }
-_HIERARCHICAL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _COMPLEX_OPS = {_SUM, _MEAN}
 _REAL_OPS = {_SUM, _MEAN, _MIN, _MAX, _PRODUCT}
 _INTEGER_OPS = {_SUM, _MIN, _MAX, _PRODUCT, _AND, _OR, _XOR}
 # A bool is the byte 0 or 1, and remains one: a sum is a logical or, as in NCCL.
 _OPS_ON_BOOL = {_SUM: _OR, _MAX: _OR, _PRODUCT: _AND, _MIN: _AND, _AND: _AND, _OR: _OR, _XOR: _XOR}
-_CHUNK_BYTES = 512 << 10  # kChunkBytes of csrc/host/collectives.h: larger buffers gain nothing
-_SLACK_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -89,7 +72,7 @@ class Reduction:
 
     Attributes:
         name, op: its name and its code.
-        dtype, numbers: see ``_DTYPES``.
+        dtype, numbers: the code of a dtype, and the numbers of that dtype in an element.
     """
 
     name: str
@@ -102,9 +85,10 @@ class Reduction:
 def _get_reduction(dtype: torch.dtype, reduce_op: ReduceOp.RedOpType) -> Reduction:
     """Return the reduction of tensors. Raise ``NotImplementedError`` if it is not supported."""
     name, op = _OPS.get(reduce_op, (f"op {reduce_op}", -1))
-    code, numbers = _DTYPES.get(dtype, (-1, 1))
+    number = dtype.to_real()
     if dtype == torch.bool:
-        op = _OPS_ON_BOOL.get(op, -1)
+        number, op = torch.uint8, _OPS_ON_BOOL.get(op, -1)
+    code = dtypes.ELEMENT_CODES.get(number, -1)
     if dtype.is_complex:
         supported = _COMPLEX_OPS
     else:
@@ -115,7 +99,7 @@ def _get_reduction(dtype: torch.dtype, reduce_op: ReduceOp.RedOpType) -> Reducti
             "and product of real numbers, avg of floating-point numbers, sum and avg of complex "
             "numbers, and bitwise operations; integers are uint8, int8, int16, int32 and int64"
         )
-    return Reduction(name, op, code, numbers)
+    return Reduction(name, op, code, dtype.itemsize // number.itemsize)
 
 
 class Backend:
@@ -219,7 +203,7 @@ class Backend:
                     self.transport.allgather([shards], [x], opts).wait()
                     continue
                 sizes = [shard.numel() for shard in shards]
-                key = "all_gather", sizes[0] if len(set(sizes)) == 1 else tuple(sizes), x.dtype
+                key = "all_gather", _count(sizes), x.dtype
                 self._gather(key, x, shards, sizes, x.dtype)
 
         return self._start("all_gather", run, outs, opts)
@@ -295,8 +279,7 @@ class Backend:
                 self.transport.reduce_scatter(outs, tensors, opts).wait()
                 return
             sizes = [x.numel() for x in inputs]
-            count = sizes[0] if len(set(sizes)) == 1 else tuple(sizes)
-            key = "reduce_scatter", count, out.dtype, reduction.name
+            key = "reduce_scatter", _count(sizes), out.dtype, reduction.name
             self._reduce_scatter(key, _concatenate(inputs), out, sizes, reduction)
 
         return self._start("reduce_scatter", run, outs, opts)
@@ -385,7 +368,7 @@ class Backend:
         caller = _C.calls.find_caller()
         if calls.on_thread() or not (is_async or calls.pending):
             self._run(name, run, caller)
-            return completed_work(name, outputs) if is_async else None
+            return CallWork.completed(name, outputs) if is_async else None
         work, group = CallWork(name, outputs), self._get_group()
         calls.submit(
             work,
@@ -441,7 +424,7 @@ class Backend:
             else:
                 self.transport.allreduce([x], _all_reduce_options(opts)).wait()
             return
-        buffer = x if x.is_contiguous() else _input(x)
+        buffer = _input(x)
         self._call(
             "all_reduce",
             ("all_reduce", x.numel(), x.dtype, reduction.name),
@@ -456,9 +439,15 @@ class Backend:
 
     def _all_gather(self, out: torch.Tensor, x: torch.Tensor, opts: Any) -> None:
         if self._shares_memory:
-            buffer, count = _output(out), x.numel()
-            shards = buffer.view(-1).split(max(count, 1)) if count else [buffer] * self.world
-            self._gather(("all_gather", count, x.dtype), x, shards, [count] * self.world, x.dtype)
+            source, buffer = _input(x), _output(out)
+            self._call(
+                "all_gather",
+                ("all_gather", x.numel(), x.dtype),
+                nbytes=x.nbytes,
+                source=source.data_ptr(),
+                out=buffer.data_ptr(),
+                sizes=[x.nbytes] * self.world,
+            )
             _copy_back(out, buffer)
         elif self._is_hierarchical(x):
             flat = x.detach().reshape(-1)
@@ -487,7 +476,7 @@ class Backend:
     def _is_hierarchical(self, x: torch.Tensor, reduction: Reduction | None = None) -> bool:
         """Return whether a collective across hosts uses `hierarchical`."""
         is_sum = reduction is None or reduction.op == _SUM
-        return is_sum and x.dtype in _HIERARCHICAL_DTYPES and self.group.node is not None
+        return is_sum and x.dtype in dtypes.CODES and self.group.node is not None
 
     def _gather(
         self,
@@ -600,7 +589,7 @@ class Backend:
         source: int = 0,
         out: int = 0,
         count: int = 0,
-        dtype: int = _U8,
+        dtype: int = dtypes.ELEMENT_CODES[torch.uint8],
         op: int = _SUM,
         sizes: Sequence[int] = (),
         out_sizes: Sequence[int] = (),
@@ -616,7 +605,7 @@ class Backend:
         """
         call_id = _get_call_id(*key)
         group = self.group
-        nbytes = min(nbytes, 2 * _CHUNK_BYTES * self.world) + _SLACK_BYTES
+        nbytes = min(nbytes, 2 * CHUNK_BYTES * self.world) + SLACK_BYTES
         group.ensure_capacity(nbytes, call_id[1])
         assert group.workspace is not None  # `_shares_memory`
         group.in_call = True
@@ -700,11 +689,16 @@ def _check_numel(
         )
 
 
+def _count(sizes: Sequence[int]) -> object:
+    """Return the number of elements of a shard for the description of a call."""
+    return sizes[0] if len(set(sizes)) == 1 else tuple(sizes)
+
+
 # Memory of tensors.
 
 
 def _input(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().contiguous()
+    return x if x.is_contiguous() else x.detach().contiguous()
 
 
 def _output(x: torch.Tensor) -> torch.Tensor:
@@ -725,10 +719,3 @@ def _all_reduce_options(opts: Any) -> Any:
     options = dist.AllreduceOptions()
     options.reduceOp = opts.reduceOp
     return options
-
-
-def completed_work(name: str, outputs: list[Any]) -> CallWork:
-    work = CallWork(name, outputs)
-    work.finish(None)
-    work.finish_future()
-    return work

@@ -19,7 +19,8 @@ from torch.distributed.distributed_c10d import (
     ScatterOptions,
 )
 
-from tpkernels.groups.c10d.backend import Backend, completed_work
+from tpkernels.groups.c10d.async_calls import CallWork
+from tpkernels.groups.c10d.backend import Backend
 from tpkernels.torch_private import use_gloo
 
 
@@ -97,7 +98,7 @@ def _collective(name: str, options: Callable[[], Any]) -> Callable[..., dist.Wor
             args = *args, options() if opts is None else opts
         _check_device(args[:-1])
         work = getattr(self.backend, name)(*args)
-        return completed_work(name, []) if work is None else work  # torch in C++ needs a work
+        return CallWork.completed(name, []) if work is None else work  # torch in C++ needs a work
 
     return start
 
